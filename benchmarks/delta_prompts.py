@@ -19,7 +19,7 @@ from benchmarks.gpu_lines import GpuLines, gpu_arguments
 from strata.hardware.replay import time_replayed
 from strata.kernels.recurrent import delta_chunks_cuda as parallel
 from strata.kernels.recurrent import gated_delta_triton as serial
-from strata.kernels.recurrent.calls import GatedDeltaCall
+from strata.kernels.recurrent.sequences import GatedDeltaCall
 from strata.kernels.state.fixed import FixedStates
 from strata.models.batch import Batch
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_lines import GpuLines, gpu_arguments
-from strata.kernels.moe.grouped import grouped_product
-from strata.kernels.moe.grouped_tiles import choose_tile
+from strata.kernels.moe.grouped import choose_tile, grouped_product
 from strata.kernels.moe.local_order import local_order
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES

@@ -58,7 +58,7 @@ def measured(model: str, on: str) -> list[Job]:
     from strata.engine.ahead.worker import SLOW
     from strata.engine.engine_config import EngineConfig
     from strata.hardware.specs import device
-    from strata.kernels.compiling.variant import Variant
+    from strata.kernels.compiling.noting import Variant
     from strata.kernels.device_limits import DeviceLimits
 
     known = device(on)

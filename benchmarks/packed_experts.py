@@ -30,8 +30,7 @@ from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.moe.calls import ExpertsCall
 from strata.kernels.moe.experts import CHOICES, CONVERTED, ROUNDED, experts
 from strata.kernels.moe.few_tokens import QUANTIZED_TILES, ChoiceTile, by_choices
-from strata.kernels.moe.grouped import grouped_product
-from strata.kernels.moe.grouped_tiles import GroupedTile, choose_tile, fitting, group_of, reads_quantized
+from strata.kernels.moe.grouped import GroupedTile, choose_tile, fitting, group_of, grouped_product, reads_quantized
 from strata.kernels.moe.local_order import local_order
 from strata.kernels.quant.packed import PackedWeight, Scheme, pack
 from strata.kernels.quant.schemes import SCHEMES

@@ -29,10 +29,8 @@ from benchmarks.kernels.products import Product
 from benchmarks.sanitize_packed import packed_calls
 from strata.cache.pool import KVPool, PoolShape
 from strata.kernels.activation import silu_mul_grad  # noqa: F401  registers what is run
-from strata.kernels.activation.clamped_swiglu import Clamp
-from strata.kernels.activation.gelu_mul import gelu_mul
 from strata.kernels.activation.sigmoid_gate import sigmoid_gate
-from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.activation.silu_mul import Clamp, gelu_mul, silu_mul
 from strata.kernels.attention import mixed as attention_mixed
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.batch_parts import BatchParts
@@ -46,12 +44,11 @@ from strata.kernels.attention.spec import AttentionCall, AttentionSpec, HeadsSpe
 from strata.kernels.attention.virtual_sequences import Rows, as_virtual_sequences, virtual_sequences
 from strata.kernels.latent.attention import latent_attention
 from strata.kernels.linear.embedding import embedding, vocabulary_embedding
-from strata.kernels.linear.linear import linear
+from strata.kernels.linear.linear import linear, sliced_linear
 from strata.kernels.linear.silu_mul import linear_silu_mul
 from strata.kernels.linear.skinny import multiply
 from strata.kernels.linear.skinny_tiles import SkinnyTile
-from strata.kernels.linear.sliced import sliced_linear
-from strata.kernels.loss.loss_grad import cross_entropy_gradients
+from strata.kernels.loss.loss import cross_entropy_gradients
 from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
 from strata.kernels.moe.combine import combine
 from strata.kernels.moe.count import count_choices
@@ -60,24 +57,21 @@ from strata.kernels.moe.grouped import grouped_product
 from strata.kernels.moe.local_order import local_order, sort_choices
 from strata.kernels.moe.route import SOFTMAX, Choice, route
 from strata.kernels.norm import norm_grad  # noqa: F401  registers what is run
-from strata.kernels.norm.norm import add_rms_norm, launch_norm, rms_norm
-from strata.kernels.norm.wide_norm import wide_rms_norm
+from strata.kernels.norm.norm import add_rms_norm, launch_norm, rms_norm, wide_rms_norm
 from strata.kernels.op import Operation
 from strata.kernels.optimizer.adamw import Constants, adamw
 from strata.kernels.optimizer.muon import muon_momentum, muon_update
 from strata.kernels.quant.fp8 import quantize
-from strata.kernels.recurrent.calls import StateSpaceSpec
 from strata.kernels.recurrent.deinterleave import deinterleave
 from strata.kernels.recurrent.gated_delta import gated_delta
 from strata.kernels.recurrent.gated_norm import gated_rms_norm
+from strata.kernels.recurrent.sequences import StateSpaceSpec
 from strata.kernels.recurrent.short_convolution import short_convolution
 from strata.kernels.recurrent.state_space import state_space
 from strata.kernels.rotary import rope_grad  # noqa: F401  registers what is run
 from strata.kernels.rotary.rope import partial_rope, rope, rope_angles, tail_rope
-from strata.kernels.sampling.bitmask import WORD, apply_bitmask
-from strata.kernels.sampling.filters import filter_bounds
-from strata.kernels.sampling.part_logprobs import exponential_sums
-from strata.kernels.sampling.parts import best_in_part, best_of_parts
+from strata.kernels.sampling.filters import WORD, apply_bitmask, filter_bounds
+from strata.kernels.sampling.parts import best_in_part, best_of_parts, exponential_sums
 from strata.kernels.sampling.sampling import gumbel_sample, token_logprobs
 from strata.kernels.state.fixed import FixedStates
 from strata.kernels.state.gather_tables import gather_tables, newest_tokens

@@ -18,7 +18,7 @@ from strata.kernels.linear.skinny_tiles import SkinnyTile
 from strata.kernels.moe.calls import ExpertsCall
 from strata.kernels.moe.few_tokens import by_choices
 from strata.kernels.moe.grouped import grouped_product
-from strata.kernels.norm.rounded_norm import add_rms_norm_round
+from strata.kernels.norm.norm import add_rms_norm_round
 from strata.kernels.op import Operation
 from strata.kernels.quant.dequantize import dequantize
 from strata.kernels.quant.expand import expand_on_device

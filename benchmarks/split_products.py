@@ -31,11 +31,12 @@ from torch import Tensor
 from benchmarks.gpu_lines import GpuLines, gpu_arguments
 from benchmarks.packed_products import MODELS, weights
 from strata.hardware.replay import time_replayed
+from strata.kernels.choose import MEASURED, thresholds_of
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear.packed.few_rows import chosen_tile
 from strata.kernels.linear.packed.many_rows import rounded_call
-from strata.kernels.linear.packed.split_product import MOST_SPLIT_ROWS, SplitTile, split_product, split_tile
+from strata.kernels.linear.packed.split_product import SplitTile, split_product, split_tile
 from strata.kernels.linear.rounded_linear import RoundedCall, by_library, by_split_k
 from strata.kernels.linear.skinny import SkinnyProduct, multiply
 from strata.kernels.quant.fp8 import library_product
@@ -201,8 +202,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=130, help="after which no number of rows is begun [130]")
     asked = gpu_arguments(parser)
     several = [int(rows) for rows in asked.rows.split(",")]
-    if not all(0 < rows <= MOST_SPLIT_ROWS for rows in several):
-        parser.error(f"--rows {asked.rows}: split products have 1 to {MOST_SPLIT_ROWS} rows")
+    most = thresholds_of(MEASURED).split_rows
+    if not all(0 < rows <= most for rows in several):
+        parser.error(f"--rows {asked.rows}: split products have 1 to {most} rows")
     lines = GpuLines("benchmarks.split_products", asked.save, scheme=asked.scheme)
     end = time.monotonic() + asked.seconds
     held = {name: weights(*shape, SCHEMES[asked.scheme]) for name, shape in SHAPES.items()}

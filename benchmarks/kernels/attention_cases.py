@@ -19,7 +19,7 @@ from benchmarks.kernels.latent_cases import latent_cases
 from strata.hardware.roofline import Workload
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.batch_parts import BatchParts
-from strata.kernels.attention.cudnn_plan import why_no_plan
+from strata.kernels.attention.cudnn_prompts import why_no_plan
 from strata.kernels.attention.decode import decode_attention
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
 from strata.kernels.attention.virtual_sequences import Rows, as_virtual_sequences, virtual_sequences

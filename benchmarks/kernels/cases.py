@@ -20,10 +20,8 @@ from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.silu_mul import linear_silu_mul
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
 from strata.kernels.rotary.rope import rope, rope_angles
-from strata.kernels.sampling.bitmask import WORD, apply_bitmask
-from strata.kernels.sampling.filters import filter_bounds
-from strata.kernels.sampling.part_logprobs import exponential_sums
-from strata.kernels.sampling.parts import best_in_part
+from strata.kernels.sampling.filters import WORD, apply_bitmask, filter_bounds
+from strata.kernels.sampling.parts import best_in_part, exponential_sums
 from strata.kernels.sampling.sampling import gumbel_sample, token_logprobs
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV

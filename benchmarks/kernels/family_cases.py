@@ -10,14 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernels.case import BF16_BYTES, EPS, FP32_BYTES, Case, Scalable, angles, case_of, randn
-from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
-from strata.kernels.activation.gelu_mul import gelu_mul
 from strata.kernels.activation.scale import scale, softcap, times
 from strata.kernels.activation.sigmoid_gate import sigmoid_gate
-from strata.kernels.linear.wide_linear import wide_linear
+from strata.kernels.activation.silu_mul import Clamp, clamped_swiglu, gelu_mul
+from strata.kernels.linear.linear import wide_linear
 from strata.kernels.moe.experts import biased_experts
-from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
-from strata.kernels.norm.wide_norm import wide_rms_norm
+from strata.kernels.norm.norm import divided_rms_norm, mean_square, wide_rms_norm
 from strata.kernels.rotary.rope import partial_rope, tail_rope
 from strata.models.config import ModelConfig
 

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from benchmarks.kernels.case import EPS, Case, randn
 from strata.hardware.roofline import Workload
-from strata.kernels.recurrent.calls import StateSpaceSpec
 from strata.kernels.recurrent.deinterleave import deinterleave
-from strata.kernels.recurrent.divided_gated_norm import divided_gated_rms_norm, gated_mean_square
 from strata.kernels.recurrent.gated_delta import gated_delta
-from strata.kernels.recurrent.gated_norm import gated_rms_norm
+from strata.kernels.recurrent.gated_norm import divided_gated_rms_norm, gated_mean_square, gated_rms_norm
+from strata.kernels.recurrent.sequences import StateSpaceSpec
 from strata.kernels.recurrent.short_convolution import short_convolution
 from strata.kernels.recurrent.state_space import state_space
 from strata.kernels.state.fixed import FixedStates

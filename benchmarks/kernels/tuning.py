@@ -20,8 +20,7 @@ from benchmarks.kernels.products import DTYPE, Product, arguments
 from strata.hardware.replay import time_replayed
 from strata.kernels.linear.silu_mul import linear_silu_mul, one_after_the_other
 from strata.kernels.linear.skinny import SkinnyProduct, launch, multiply
-from strata.kernels.linear.skinny_candidates import candidates, variants
-from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, MOST_ROWS, SkinnyTile
+from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, MOST_ROWS, SkinnyTile, candidates, variants
 from strata.kernels.linear.tile_rule import LIBRARY_TOO
 from strata.kernels.tuned import Choice, Key
 

@@ -23,8 +23,8 @@ from benchmarks.gpu_lines import GpuLines, gpu_arguments
 from strata.hardware.replay import copies_beyond_l2, time_replayed
 from strata.kernels.attention.spec import AttentionSpec
 from strata.kernels.latent import cuda
+from strata.kernels.latent.cuda import LatentTile, decode_tile
 from strata.kernels.latent.forms import Dims
-from strata.kernels.latent.tiles import LatentTile, decode_tile
 from strata.kernels.state.paged import PagedKV
 
 DIMS, PAGE = Dims(heads=16, nope=128, rope=64, rank=512, value=128), 16

@@ -30,8 +30,8 @@ from strata.kernels.attention import cuda as attention_cuda
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention import mixed as attention_mixed
 from strata.kernels.attention.batch_parts import BatchParts
-from strata.kernels.attention.cudnn_plan import why_no_plan
-from strata.kernels.attention.sparse import decodes_cuda, prompts_cuda
+from strata.kernels.attention.cudnn_prompts import why_no_plan
+from strata.kernels.attention.sparse import decodes, prompts
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.page_choice import PageChoice
 from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequences, SparseCall
@@ -122,11 +122,11 @@ def measure(tokens: int, shares: list[float], others: int, strength: float) -> I
         choice = BlockChoice(share, least_keys=1)
 
         def attend(*given: Any, by: BlockChoice = choice) -> Tensor:
-            found: Tensor = prompts_cuda.attend(SparseCall(*given, by))
+            found: Tensor = prompts.attend(SparseCall(*given, by))
             return found
 
         took = milliseconds(attend, steps)
-        chosen = [partial(prompts_cuda.choose, q=g[0], kv_heads=KV_HEADS, starts=g[3].offsets) for g in steps]
+        chosen = [partial(prompts.choose, q=g[0], kv_heads=KV_HEADS, starts=g[3].offsets) for g in steps]
         calls = [partial(c, batch=g[3], spec=SPEC, choice=choice) for c, g in zip(chosen, steps, strict=True)]
         choosing = 1e3 * sum(time_replayed([call], repeats=5, estimate=1.0).seconds for call in calls)
         kept = sum(int(call()[1].sum()) for call in calls)
@@ -188,9 +188,9 @@ def measure_decodes(
     yield shape | {"pages": "all", "us": round(dense, 1), "gb_per_s": round(read / dense / 1e3, 1)}
     for count in counts:
         choice = PageChoice(count)
-        took = microseconds(lambda *given, by=choice: decodes_cuda.attend(SparseCall(*given, by)))
-        choosing = microseconds(lambda q, k, v, batch, spec, by=choice: decodes_cuda.choose(q, batch.pages, spec, by))
-        wanted, found = over_all(*layers[0]).float(), decodes_cuda.attend(SparseCall(*layers[0], choice)).float()
+        took = microseconds(lambda *given, by=choice: decodes.attend(SparseCall(*given, by)))
+        choosing = microseconds(lambda q, k, v, batch, spec, by=choice: decodes.choose(q, batch.pages, spec, by))
+        wanted, found = over_all(*layers[0]).float(), decodes.attend(SparseCall(*layers[0], choice)).float()
         yield shape | {
             "pages": count,
             "kept": round(min(1.0, count * PAGE / length), 4),
@@ -205,8 +205,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="65536")
     parser.add_argument("--shares", default="0.9,0.95,0.98,1.0")
-    decodes = "sequences x keys of steps of decodes, instead of prompts"
-    parser.add_argument("--decode", nargs="?", const="1x65536,32x16384", help=decodes)
+    what = "sequences x keys of steps of decodes, instead of prompts"
+    parser.add_argument("--decode", nargs="?", const="1x65536,32x16384", help=what)
     parser.add_argument("--pages", default="64,128,256", help="that decodes choose")
     parser.add_argument("--points-to", type=int, default=8, help="blocks that a block of queries points to")
     parser.add_argument("--structure", type=float, default=9.0, help="what that adds to scores")

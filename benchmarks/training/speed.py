@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.training.workload import PEAK_RATE, TrainingWork, learning_rate, synthetic_batch
 from strata.bench.result import make_result, number
 from strata.bench.trace import DeviceInterval, exposed_messages, kind_of
-from strata.comm.exchange import all_gather_json
+from strata.comm.collectives import all_gather_json
 from strata.comm.launch import World, join_world
 from strata.comm.mesh import Axis
 from strata.hardware.machine import cpu_name

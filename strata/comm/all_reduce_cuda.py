@@ -1,7 +1,13 @@
-"""All-reduce of small messages on CUDA through an axis's symmetric memory, alone or with the norm that follows."""
+"""All-reduce of small messages on CUDA through an axis's symmetric memory, alone or with the norm that follows.
+
+All-gather of small messages on CUDA, in one launch through an axis's symmetric memory.
+
+A product of few rows, its sum over ranks and the norm of that on CUDA, in two launches: one sends, one receives.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,34 +15,30 @@ from torch import Tensor
 
 from strata.comm.mesh import Axis
 from strata.comm.symmetric import InboxLayout, SymmetricMemory
+from strata.kernels.choose import thresholds
 from strata.kernels.collective.all_reduce import (
     PACKETS,
     PROGRAMS,
     TWO_SHOT_TILE,
     TWO_SHOT_WORDS,
     block_tile,
+    gather_rows_kernel,
     one_shot_kernel,
     one_shot_norm_kernel,
     row_tile,
     two_shot_kernel,
 )
 from strata.kernels.collective.flagged import FLAGGED_PROGRAMS, fits_room, flagged_norm_kernel
+from strata.kernels.collective.sent_products import one_shot_received_norm_kernel
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
+from strata.kernels.linear.linear import linear
+from strata.kernels.linear.skinny import Inboxes, SkinnyProduct, kernels_of, multiply
+from strata.kernels.linear.skinny_tiles import SkinnyTile
+from strata.kernels.linear.tile_rule import chosen_tile
 
-# The largest message whose norm is made from packets: on two H200, 32 rows of 8 KiB took 4.7 us so and 5.2 us with
-# flags, 64 rows 6.2 and 6.0, 128 rows 9.3 and 7.8.
-PACKETS_NORM_BYTES = 1 << 18
-# The largest message whose norm is made in one shot with flags, by the number of ranks. On two H200, 4 MiB took 19.9 us
-# so and 24.6 in two shots with the norm behind them; to three other ranks the same link carries three times as much
-# (not measured).
-FLAGGED_BYTES = {2: 4 << 20, 4: 1 << 20}
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WORD = 4
-# The largest message in one shot, by the number of ranks: beyond it, that two shots send less outweighs that they wait
-# twice. On two H200, 512 KiB took 6.1 us in one and 8.9 in two, 1 MiB 10.8 in both, 2 MiB 17.2 and 13.8; by NCCL 10.1,
-# 13.9 and 27.0. For more ranks by the bandwidth of their link and 3 us, not measured.
-ONE_SHOT_BYTES = {2: 1 << 20, 4: 1 << 18, 8: 1 << 16}
 
 
 def memory_of(axis: Any) -> SymmetricMemory | None:
@@ -45,8 +47,9 @@ def memory_of(axis: Any) -> SymmetricMemory | None:
 
 
 def fits_one_shot(x: Tensor, axis: Any) -> bool:
+    """Beyond it, that two shots send less outweighs that they wait twice."""
     memory = memory_of(axis)
-    return memory is not None and _has_words(x) and x.nbytes <= ONE_SHOT_BYTES[memory.ranks]
+    return memory is not None and _has_words(x) and x.nbytes <= thresholds(x.device).one_shot_bytes[memory.ranks]
 
 
 def fits_two_shot(x: Tensor, axis: Any) -> bool:
@@ -55,7 +58,9 @@ def fits_two_shot(x: Tensor, axis: Any) -> bool:
 
 def fits_one_shot_norm(x: Tensor, axis: Any, residual: Tensor, weight: Tensor, eps: float) -> bool:
     """A program sends one row, and there are no more rows than programs."""
-    return _has_rows(x, axis, residual, weight) and x.shape[0] <= PROGRAMS and x.nbytes <= PACKETS_NORM_BYTES
+    if not _has_rows(x, axis, residual, weight) or x.shape[0] > PROGRAMS:
+        return False
+    return x.nbytes <= thresholds(x.device).one_shot_norm_bytes
 
 
 def fits_flagged_norm(x: Tensor, axis: Any, residual: Tensor, weight: Tensor, eps: float) -> bool:
@@ -63,7 +68,7 @@ def fits_flagged_norm(x: Tensor, axis: Any, residual: Tensor, weight: Tensor, ep
     memory = memory_of(axis)
     return (
         memory is not None
-        and x.nbytes <= FLAGGED_BYTES.get(memory.ranks, 0)
+        and x.nbytes <= thresholds(x.device).flagged_bytes.get(memory.ranks, 0)
         and _has_rows(x, axis, residual, weight)
         and fits_room(x.shape[0], x.shape[1] * x.itemsize // _WORD)
     )
@@ -165,3 +170,84 @@ def needed_memory(axis: Axis) -> SymmetricMemory:
     if memory is None:
         raise ValueError(f"the axis {axis.name} has no symmetric memory; give it some by with_symmetric_memory")
     return memory
+
+
+# The largest message of a rank: the keys of draws and the like, which wait for the others and move nothing to speak of.
+GATHERED_BYTES = 1 << 16
+
+
+def fits_one_shot_gather(x: Tensor, axis: Any, dim: int) -> bool:
+    """What a rank has of each row travels as it is, whatever its dtype, in words of 4 bytes."""
+    return (
+        memory_of(axis) is not None
+        and x.is_contiguous()
+        and x.data_ptr() % 16 == 0
+        and 0 < x.nbytes <= GATHERED_BYTES
+        and _part_bytes(x, dim) % _WORD == 0
+    )
+
+
+def one_shot_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """The tensors of all ranks one after another along any dimension, the first too."""
+    words, shape = x.nbytes // _WORD, list(x.shape)
+    shape[dim] *= axis.size
+    result, tile = x.new_empty(shape), block_tile(words)
+    sizes = words, _part_bytes(x, dim) // _WORD
+    exchange(gather_rows_kernel, ceil_div(words, tile[0]), axis, (x, result), sizes, tile)
+    return result
+
+
+def _part_bytes(x: Tensor, dim: int) -> int:
+    """What stands together in the result: the dimension and all behind it."""
+    return math.prod(x.shape[dim % x.dim() :]) * x.itemsize
+
+
+def fits_sent_product(x: Tensor, axis: Any, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> bool:
+    """Each program has whole sums to send, and a program of the receiver takes a row at once."""
+    if x.dim() != 2 or x.shape[0] > thresholds(x.device).sent_rows or residual.dtype != x.dtype:
+        return False
+    tile = _tile(x, weight)
+    return (
+        tile is not None
+        and tile.splits == 1
+        and fits_one_shot_norm(linear.meta(x, weight), axis, residual, norm_weight, eps)
+    )
+
+
+def sent_product_norm(
+    x: Tensor, axis: Axis, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    memory, tile = needed_memory(axis), _tile(x, weight)
+    assert tile is not None
+    rows, width = residual.shape
+    words = width * x.itemsize // _WORD
+    # Neither may lie where the product still reads x while the first rows are received.
+    total, result = x.new_empty(residual.shape), x.new_empty(residual.shape)
+    beside = beside_the_kernel_ahead(x, memory, *row_tile(words))
+    inboxes = Inboxes(memory.peers, memory.counters, axis.index, starts_receiver=beside["EARLY"])
+    multiply(SkinnyProduct(x, weight, inboxes=inboxes), tile)
+    one_shot_received_norm_kernel[(rows,)](
+        residual,
+        norm_weight,
+        total,
+        result,
+        memory.inbox,
+        memory.counters,
+        residual.stride(0) * residual.itemsize // _WORD,
+        words,
+        width,
+        eps,
+        **beside,
+    )
+    return total, result
+
+
+def sent_product_kernels(x: Tensor, axis: Any, weight: Tensor, *_: Any) -> tuple[Any, ...]:
+    tile = _tile(x, weight)
+    assert tile is not None
+    return (*kernels_of(tile, weight), one_shot_received_norm_kernel)
+
+
+def _tile(x: Tensor, weight: Tensor) -> SkinnyTile | None:
+    """That of the product alone, so that its bits are the same."""
+    return chosen_tile(linear.name, x, weight)

@@ -1,15 +1,20 @@
 """Collectives along an axis: those with gradients, for the forward pass, and those without, which can be awaited.
 
 Along an axis of one rank each is the identity. All ranks of the axis call the same ones in the same order.
-"""
 
+`all_gather_json`: small values from every rank to every rank: nothing that is received is ever executed.
+
+`start_transfers`: from one rank of an axis to another, several in one message to the communication library.
+"""
 # The apply of an autograd function is untyped in torch.
 # mypy: disable-error-code="no-any-return, no-untyped-call"
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,17 +33,19 @@ _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """The sum over the ranks. Backward: the identity, for a result that all ranks go on with alike."""
-    return x if axis.group is None else _AllReduce.apply(x, axis)
+    return x if axis.group is None else _Differentiable.apply(x, partial(_summed, axis=axis), _same)
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
     """The identity, for a tensor that all ranks hold alike and use differently. Backward: the sum over the ranks."""
-    return x if axis.group is None else _CopyTo.apply(x, axis)
+    return x if axis.group is None else _Differentiable.apply(x, _same, partial(_summed, axis=axis))
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """The tensors of all ranks, of one shape, one after another along `dim`. Backward: `reduce_scatter`."""
-    return x if axis.group is None else _AllGather.apply(x, axis, dim)
+    if axis.group is None:
+        return x
+    return _Differentiable.apply(x, partial(_gathered, axis=axis, dim=dim), partial(_scattered, axis=axis, dim=dim))
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -46,7 +53,9 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
     Raises ValueError if the size of `dim` is no multiple of the number of ranks.
     """
-    return x if axis.group is None else _ReduceScatter.apply(x, axis, dim)
+    if axis.group is None:
+        return x
+    return _Differentiable.apply(x, partial(_scattered, axis=axis, dim=dim), partial(_gathered, axis=axis, dim=dim))
 
 
 def all_to_all(
@@ -56,12 +65,17 @@ def all_to_all(
 
     sent, received: how many rows (of dimension 0) go to and come from each rank; None for equal parts.
     """
-    return x if axis.group is None else _AllToAll.apply(x, axis, sent, received)
+    if axis.group is None:
+        return x
+    there = partial(_exchanged, axis=axis, sent=sent, received=received)
+    return _Differentiable.apply(x, there, partial(_exchanged, axis=axis, sent=received, received=sent))
 
 
 def shift(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
     """The tensor of the rank `by` places before, around the ring; all of one shape. Backward: shift by -`by`."""
-    return x if axis.group is None else _Shift.apply(x, axis, by)
+    if axis.group is None:
+        return x
+    return _Differentiable.apply(x, partial(_shifted, axis=axis, by=by), partial(_shifted, axis=axis, by=-by))
 
 
 @dataclass(frozen=True)
@@ -217,70 +231,92 @@ def _exchanged(x: Tensor, axis: Axis, sent: Sequence[int] | None, received: Sequ
     return out
 
 
+def _shifted(x: Tensor, axis: Axis, by: int) -> Tensor:
+    return start_shift(x, axis, by).wait()
+
+
 def _list(counts: Sequence[int] | None) -> list[int] | None:
     return None if counts is None else list(counts)
 
 
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return _summed(x, axis)
+class _Differentiable(torch.autograd.Function):
+    """What `run` makes of a tensor; `back` makes the tensor's gradient of that of the result."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class _CopyTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _summed(grads[0], ctx.axis), None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _gathered(x, axis, dim)
+    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return run(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _scattered(grads[0], ctx.axis, ctx.dim), None, None
+        return ctx.back(grads[0]), None, None
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _scattered(x, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered(grads[0], ctx.axis, ctx.dim), None, None
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, sent: Sequence[int] | None, received: Sequence[int] | None) -> Tensor:
-        ctx.axis, ctx.sent, ctx.received = axis, sent, received
-        return _exchanged(x, axis, sent, received)
+def all_gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
+    """The values of all ranks along the axis, in their order. Waits for them.
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(grads[0], ctx.axis, ctx.received, ctx.sent), None, None, None
+    value: what JSON can hold. device: of the run (`World.device`). Every rank calls this.
+    """
+    return [json.loads(text) for text in all_gather_bytes(json.dumps(value).encode(), axis, device)]
 
 
-class _Shift(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, by: int) -> Tensor:
-        ctx.axis, ctx.by = axis, by
-        return start_shift(x, axis, by).wait()
+def all_gather_bytes(own: bytes, axis: Axis, device: torch.device) -> list[bytes]:
+    """The same of bytes, one or more on each rank."""
+    if axis.group is None:
+        return [own]
+    row = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
+    sizes = start_all_gather(torch.tensor([len(own)], device=device), axis).wait().tolist()
+    padded = row.new_zeros(max(sizes))
+    padded[: len(own)] = row
+    rows = start_all_gather(padded[None], axis).wait().cpu()
+    return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return start_shift(grads[0], ctx.axis, -ctx.by).wait(), None, None
+
+@dataclass(frozen=True)
+class Transfer:
+    """tensor: what is sent, contiguous, or where it arrives. source, target: places along the axis, one of them own."""
+
+    tensor: Tensor
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class PendingTransfers:
+    """Transfers under way. None of their tensors may be touched before `wait`."""
+
+    transfers: tuple[Transfer, ...]  # keeps what is sent
+    works: tuple[dist.Work, ...]
+    axis: Axis
+    calls: tuple[CollectiveCall, ...]
+
+    def wait(self) -> None:
+        """Until all have ended. On a GPU the stream waits, not the host."""
+        observer = self.axis.observer
+        if observer is not None:
+            observer.waits(self.calls[0])
+        for number, work in enumerate(self.works):
+            if observer is not None and len(self.works) == len(self.calls):  # NCCL has one work for all
+                observer.waits(self.calls[number])
+            work.wait()
+        if observer is not None:
+            observer.waits(None)
+
+
+def start_transfers(transfers: Sequence[Transfer], axis: Axis) -> PendingTransfers:
+    """Begin them all. The two ranks of a transfer start those between them in one order."""
+    operations = []
+    calls = []
+    for one in transfers:
+        sends = one.source == axis.index
+        peer = axis.ranks[one.target if sends else one.source]
+        operations.append(dist.P2POp(dist.isend if sends else dist.irecv, one.tensor, peer, axis.group))
+        if axis.observer is not None:
+            ranks = axis.ranks[one.source], axis.ranks[one.target]
+            calls.append(axis.observer.started("transfer", axis.name, ranks, one.tensor.nbytes))
+    works = dist.batch_isend_irecv(operations)
+    return PendingTransfers(tuple(transfers), tuple(works), axis, tuple(calls))

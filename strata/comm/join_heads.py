@@ -12,11 +12,10 @@ from torch import Tensor
 from strata.comm import collectives
 from strata.comm.cost import all_to_all_cost
 from strata.comm.mesh import Axis
-from strata.comm.operations import Along, live
+from strata.comm.operations import Along, by_library, live
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.collective.joined_heads import join_heads_kernel, join_packed, pack_heads, pack_heads_kernel
 from strata.kernels.op import ATEN, NCCL, operation
-from strata.kernels.triton_import import HAS_TRITON
 
 
 def _cost(mixed: Tensor, along: Along | Axis, sums: Tensor, dtype: torch.dtype, *, workload: Workload) -> Cost:
@@ -77,10 +76,6 @@ def _by_kernels(mixed: Tensor, axis: Axis, sums: Tensor, dtype: torch.dtype) -> 
     return join_packed(received, mixed.shape[2], dtype)
 
 
-join_heads.implement("gloo", "cpu", invariant=True)(join_heads.reference)
-if HAS_TRITON:
-    _kernels = pack_heads_kernel, NCCL, join_heads_kernel
-    join_heads.implement("triton", "cuda", invariant=True, supports=_supports, kernels=_kernels, scratch=_scratch)(
-        _by_kernels
-    )
-join_heads.implement("nccl", "cuda", invariant=True, kernels=(ATEN, NCCL, ATEN))(join_heads.reference)
+_kernels = pack_heads_kernel, NCCL, join_heads_kernel
+join_heads.in_triton(_by_kernels, invariant=True, supports=_supports, kernels=_kernels, scratch=_scratch)
+by_library(join_heads, kernels=(ATEN, NCCL, ATEN), invariant=True)

@@ -7,14 +7,22 @@ same order. For gradients see `strata.comm.collectives`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from strata.comm import collectives
-from strata.comm.all_gather_cuda import fits_one_shot_gather, one_shot_gather
-from strata.comm.all_reduce_cuda import fits_one_shot, fits_two_shot, one_shot, two_shot
+from strata.comm.all_reduce_cuda import (
+    fits_one_shot,
+    fits_one_shot_gather,
+    fits_two_shot,
+    one_shot,
+    one_shot_gather,
+    two_shot,
+)
+from strata.comm.collectives import Transfer, start_transfers
 from strata.comm.cost import (
     CollectiveCost,
     all_gather_cost,
@@ -24,12 +32,10 @@ from strata.comm.cost import (
     shift_cost,
 )
 from strata.comm.mesh import Axis
-from strata.comm.transfers import Transfer, start_transfers
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.collective.all_reduce import gather_rows_kernel, one_shot_kernel, two_shot_kernel
-from strata.kernels.op import ATEN, NCCL, operation
+from strata.kernels.op import ATEN, NCCL, Kernels, Operation, operation
 from strata.kernels.pairwise import pairwise_sum
-from strata.kernels.triton_import import HAS_TRITON
 
 # What the parts of all ranks may take at once: a long prompt's would take gigabytes.
 _GATHERED_BYTES = 64 << 20
@@ -55,6 +61,20 @@ def live(along: Along | Axis) -> Axis:
         f"a collective along {along.axis!r} was called with the name of its axis; bind the graph with "
         f"axes={{{along.axis!r}: ...}} or hand it an Axis of strata.comm.mesh"
     )
+
+
+def by_library(
+    operation: Operation, run: Callable[..., Any] | None = None, kernels: Kernels = (NCCL,), **what: bool
+) -> None:
+    """Register what calls the communication library, the reference if nothing else. kernels: on CUDA."""
+    operation.implement("gloo", "cpu", **what)(run or operation.definition)
+    operation.implement("nccl", "cuda", kernels=kernels, **what)(run or operation.definition)
+
+
+def in_rank_order(operation: Operation, name: str = "in rank order") -> None:
+    """Register the reference, which gathers and then adds up itself."""
+    operation.by_definition("cpu", name=name, invariant=True)
+    operation.by_definition("cuda", name=name, invariant=True, kernels=(NCCL, ATEN))
 
 
 def _cost(sent: CollectiveCost, flops: int, read: int, written: int) -> Cost:
@@ -91,17 +111,11 @@ def _all_reduce_by_library(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else collectives.all_reduce(x, live(axis))
 
 
-if HAS_TRITON:  # both have the bits of the reference
-    all_reduce.implement("one shot", "cuda", invariant=True, supports=fits_one_shot, kernels=(one_shot_kernel,))(
-        one_shot
-    )
-    all_reduce.implement("two shots", "cuda", invariant=True, supports=fits_two_shot, kernels=(two_shot_kernel,))(
-        two_shot
-    )
-all_reduce.implement("gloo", "cpu", differentiable=True)(_all_reduce_by_library)
-all_reduce.implement("nccl", "cuda", differentiable=True, kernels=(ATEN, NCCL))(_all_reduce_by_library)
-all_reduce.implement("in rank order", "cpu", invariant=True)(all_reduce.reference)
-all_reduce.implement("in rank order", "cuda", invariant=True, kernels=(NCCL, ATEN))(all_reduce.reference)
+# Both have the bits of the reference.
+all_reduce.in_triton(one_shot, "one shot", invariant=True, supports=fits_one_shot, kernels=(one_shot_kernel,))
+all_reduce.in_triton(two_shot, "two shots", invariant=True, supports=fits_two_shot, kernels=(two_shot_kernel,))
+by_library(all_reduce, _all_reduce_by_library, kernels=(ATEN, NCCL), differentiable=True)
+in_rank_order(all_reduce)
 
 
 def _gathered(x: Tensor, along: Along | Axis, dim: int) -> Tensor:
@@ -136,13 +150,9 @@ def all_gather(x: Tensor, along: Along | Axis, dim: int) -> Tensor:
     return x if along.size == 1 else collectives.all_gather(x, live(along), dim)
 
 
-if HAS_TRITON:
-    _one_shot_gather = all_gather.implement(
-        "one shot", "cuda", invariant=True, supports=fits_one_shot_gather, kernels=(gather_rows_kernel,)
-    )
-    _one_shot_gather(one_shot_gather)
-all_gather.implement("gloo", "cpu", invariant=True, differentiable=True)(all_gather.reference)
-all_gather.implement("nccl", "cuda", invariant=True, differentiable=True, kernels=(ATEN, NCCL))(all_gather.reference)
+_kernels = (gather_rows_kernel,)
+all_gather.in_triton(one_shot_gather, "one shot", invariant=True, supports=fits_one_shot_gather, kernels=_kernels)
+by_library(all_gather, kernels=(ATEN, NCCL), invariant=True, differentiable=True)
 
 
 def _own_part(x: Tensor, along: Along | Axis, dim: int) -> Tensor:
@@ -176,10 +186,8 @@ def _scattered_by_library(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return x if axis.size == 1 else collectives.reduce_scatter(x, live(axis), dim)
 
 
-reduce_scatter.implement("gloo", "cpu", differentiable=True)(_scattered_by_library)
-reduce_scatter.implement("nccl", "cuda", differentiable=True, kernels=(ATEN, NCCL))(_scattered_by_library)
-reduce_scatter.implement("in rank order", "cpu", invariant=True)(reduce_scatter.reference)
-reduce_scatter.implement("in rank order", "cuda", invariant=True, kernels=(NCCL, ATEN))(reduce_scatter.reference)
+by_library(reduce_scatter, _scattered_by_library, kernels=(ATEN, NCCL), differentiable=True)
+in_rank_order(reduce_scatter)
 
 
 def _exchange_cost(x: Tensor, along: Along | Axis, *, workload: Workload) -> Cost:
@@ -198,8 +206,7 @@ def all_to_all(x: Tensor, along: Along | Axis) -> Tensor:
     return x if along.size == 1 else collectives.all_to_all(x, live(along))
 
 
-all_to_all.implement("gloo", "cpu", invariant=True, differentiable=True)(all_to_all.reference)
-all_to_all.implement("nccl", "cuda", invariant=True, differentiable=True, kernels=(NCCL,))(all_to_all.reference)
+by_library(all_to_all, invariant=True, differentiable=True)
 
 
 def _pairwise_cost(x: Tensor, along: Along | Axis, *, workload: Workload) -> Cost:
@@ -223,8 +230,7 @@ def pairwise_all_reduce(x: Tensor, along: Along | Axis) -> Tensor:
     return result
 
 
-pairwise_all_reduce.implement("gathered", "cpu", invariant=True)(pairwise_all_reduce.reference)
-pairwise_all_reduce.implement("gathered", "cuda", invariant=True, kernels=(NCCL, ATEN))(pairwise_all_reduce.reference)
+in_rank_order(pairwise_all_reduce, "gathered")
 
 
 def _send_cost(x: Tensor, along: Along | Axis, *, workload: Workload) -> Cost:
@@ -267,7 +273,5 @@ def receive_previous(rows: Tensor, along: Along | Axis, width: int, dtype: torch
     return arrived
 
 
-send_next.implement("gloo", "cpu", invariant=True)(send_next.reference)
-send_next.implement("nccl", "cuda", invariant=True, kernels=(NCCL,))(send_next.reference)
-receive_previous.implement("gloo", "cpu", invariant=True)(receive_previous.reference)
-receive_previous.implement("nccl", "cuda", invariant=True, kernels=(NCCL,))(receive_previous.reference)
+for _message in (send_next, receive_previous):
+    by_library(_message, invariant=True)

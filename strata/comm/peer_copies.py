@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.comm.exchange import all_gather_json
+from strata.comm.collectives import all_gather_json
 from strata.comm.mesh import Axis
 
 # Each message begins and ends at addresses that suit any element.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.comm.exchange import all_gather_json
+from strata.comm.collectives import all_gather_json
 from strata.comm.launch import WITHOUT_MULTICAST
 from strata.comm.mesh import Axis
 from strata.kernels.collective.all_reduce import PACKETS, PROGRAMS, TWO_SHOT_WORDS

@@ -8,7 +8,7 @@ from torch import Tensor
 from strata.comm import collectives
 from strata.comm.cost import all_gather_cost
 from strata.comm.mesh import Axis
-from strata.comm.operations import Along, live
+from strata.comm.operations import Along, by_library, live
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.op import ATEN, NCCL, operation
 
@@ -60,7 +60,5 @@ def gather_keys_values(k: Tensor, along: Along | Axis, v: Tensor) -> tuple[Tenso
     return keys, values
 
 
-for _gather in (gather_tokens, gather_keys_values):
-    _gather.implement("gloo", "cpu", invariant=True)(_gather.reference)
-gather_tokens.implement("nccl", "cuda", invariant=True, kernels=(NCCL,))(gather_tokens.reference)
-gather_keys_values.implement("nccl", "cuda", invariant=True, kernels=(ATEN, NCCL))(gather_keys_values.reference)
+by_library(gather_tokens, invariant=True)
+by_library(gather_keys_values, kernels=(ATEN, NCCL), invariant=True)

@@ -10,12 +10,11 @@ from torch import Tensor
 from strata.comm import collectives, peer_copies
 from strata.comm.collectives import Pending
 from strata.comm.mesh import Axis
-from strata.comm.operations import Along, all_reduce, live
+from strata.comm.operations import Along, all_reduce, by_library, live
 from strata.comm.peer_copies import PendingSum
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.norm.norm import add_rms_norm, alike, fits, launch_norm, rms_norm_kernel
-from strata.kernels.op import ATEN, NCCL, operation
-from strata.kernels.triton_import import HAS_TRITON
+from strata.kernels.op import operation
 
 
 def _start_cost(x: Tensor, along: Along | Axis, slot: int, *, workload: Workload) -> Cost:
@@ -48,9 +47,8 @@ def _start_by_copies(x: Tensor, axis: Axis, slot: int) -> PendingSum:
     return axis.copies.start(x, slot)
 
 
-start_all_reduce.implement("gloo", "cpu")(_start_by_library)
-start_all_reduce.implement("copy engine", "cuda", supports=peer_copies.fits, kernels=(ATEN,))(_start_by_copies)
-start_all_reduce.implement("nccl", "cuda", kernels=(NCCL,))(_start_by_library)
+start_all_reduce.implement("copy engine", "cuda", supports=peer_copies.fits)(_start_by_copies)
+by_library(start_all_reduce, _start_by_library)
 
 
 def _finish_cost(pending: Pending, *, workload: Workload) -> Cost:
@@ -67,8 +65,7 @@ def finish_all_reduce(pending: Pending | PendingSum) -> Tensor:
     return pending.wait()
 
 
-for _kind in ("cpu", "cuda"):
-    finish_all_reduce.implement("wait", _kind, kernels=())(finish_all_reduce.reference)
+finish_all_reduce.by_definition("cpu", "cuda", name="wait", kernels=())
 
 
 def _norm_cost(pending: Pending, residual: Tensor, weight: Tensor, eps: float, *, workload: Workload) -> Cost:
@@ -112,9 +109,6 @@ def _kernels_apart(pending: Pending, residual: Tensor, weight: Tensor, eps: floa
     return add_rms_norm.bind("cuda").launches(residual, residual, weight, eps)
 
 
-if HAS_TRITON:
-    finish_add_rms_norm.implement("received", "cuda", supports=_was_copied, kernels=(rms_norm_kernel,))(
-        _norm_of_received
-    )
+finish_add_rms_norm.in_triton(_norm_of_received, "received", supports=_was_copied, kernels=(rms_norm_kernel,))
 finish_add_rms_norm.implement("apart", "cpu")(_norm_apart("cpu"))
 finish_add_rms_norm.implement("apart", "cuda", kernels=_kernels_apart)(_norm_apart("cuda"))

@@ -81,6 +81,12 @@ class NodeCost:
         operation = OPERATIONS.get(self.operation)
         return operation is not None and operation.mixture
 
+    @property
+    def is_attention(self) -> bool:
+        """Whether it multiplies queries with all keys that they see."""
+        operation = OPERATIONS.get(self.operation)
+        return operation is not None and operation.attends
+
 
 class Reads:
     """Follows the values of a graph, whose nodes are told in order, through views to the nodes that made them."""

@@ -15,7 +15,6 @@ from strata.kernels.choose import MEASURED, thresholds_of
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear.packed.few_rows import GEMV_WIDTH, dot_shapes
 from strata.kernels.linear.packed.int4_gemv import in_chunks
-from strata.kernels.linear.packed.split_product import MOST_SPLIT_ROWS
 from strata.kernels.linear.skinny_tiles import MOST_ROWS
 from strata.kernels.quant.packed import Scheme, multiplied_in
 
@@ -68,7 +67,7 @@ class PackedTimes:
             return start + self._converted(scheme, weights, most * ceil_div(rows, most), nbytes)
         if not rounds:
             return None
-        if rows <= MOST_SPLIT_ROWS and not scheme.columns:
+        if rows <= thresholds_of(MEASURED).split_rows and not scheme.columns:
             each = next(seconds for most, seconds in self.tiles if rows <= most)
             return start + max(nbytes / self.bandwidth, weights * each)
         compute = 2 * rows * weights / self.rates[multiplied_in(scheme)]

@@ -29,7 +29,7 @@ from strata.engine.startup.narrow_messages import check_messages
 from strata.engine.startup.packing import NOTHING_PACKED, Packing
 from strata.engine.startup.sparse_attention import SPARSE_SIZES, check_sparse_attention
 from strata.graph.passes import passes_of
-from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart, why_no_plan
+from strata.kernels.attention.cudnn_prompts import keeps_neighbours_apart, why_no_plan
 from strata.kernels.attention.virtual_sequences import gathered_keys
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.quant.schemes import scheme_of, sparsity_of

@@ -14,8 +14,7 @@ from torch import Tensor
 from strata.engine.plan import NewSequence, Sampling
 from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.engine.transfer import fetch, send
-from strata.kernels.sampling.bitmask import apply_bitmask
-from strata.kernels.sampling.filters import filter_bounds
+from strata.kernels.sampling.filters import apply_bitmask, filter_bounds
 from strata.kernels.sampling.sampling import gumbel_sample, logprobs, penalize
 
 

@@ -15,11 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from strata.graph.capture import operation_of
-from strata.kernels.moe.experts import biased_experts, experts
 from strata.kernels.op import has_packed
 from strata.kernels.state.groups import of_group
-
-_ASK_THE_DEVICE = {experts, biased_experts}
 
 
 def compiled(graph: fx.GraphModule, backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
@@ -123,5 +120,5 @@ def _is_compiled(node: fx.Node) -> bool:
     operation = operation_of(node)
     if operation is None:
         return True
-    stays = operation.mutates or operation.reads_state or operation.collective or operation in _ASK_THE_DEVICE
+    stays = operation.mutates or operation.reads_state or operation.collective or operation.mixture
     return not stays and not has_packed(node.args)

@@ -8,10 +8,8 @@ from operator import attrgetter
 
 from torch import Tensor, fx
 
-from strata.comm.reduced_norm import linear_all_reduce_add_rms_norm
 from strata.graph.capture import operation_of
 from strata.kernels import tuned
-from strata.kernels.linear.linear import linear
 
 # A norm or a gating between two products, 64 to 256 rows of the 0.6B and the 8B shape on an H200: 2.0 to 3.9 us.
 _BETWEEN_SECONDS = 2.5e-6
@@ -42,10 +40,8 @@ def products_of(graph: fx.GraphModule) -> Products:
         if operation.dense and len(weights) == 1:
             dtype = str(weights[0].dtype).removeprefix("torch.")
             out, width = weights[0].shape
-            # What is sent instead of stored runs by the tile of the product alone.
-            name = linear.name if operation is linear_all_reduce_add_rms_norm else operation.name
-            counts[tuned.Key(name, dtype, out, width, rows=1)] += 1
-        elif operation.name in ("rms_norm", "add_rms_norm", "silu_mul"):
+            counts[tuned.Key(operation.tuned_as or operation.name, dtype, out, width, rows=1)] += 1
+        elif operation.fusible:
             between += 1
     return Products(counts, between)
 

@@ -8,7 +8,7 @@ last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -39,7 +39,7 @@ def first_fitting(
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Where one kernel takes over from another on a device.
+    """Where one kernel, or one kind of step, takes over from another on a device.
 
     local_choices: of more choices, those of other ranks too, a rank's experts are multiplied by the library.
     choice_tokens: of up to so many tokens each reads the weights of its experts by itself. converted_rows: of up to so
@@ -48,7 +48,17 @@ class Thresholds:
     up to so many choices are sorted by expert in one launch. gated_rows: of so many rows or more a product with gating
     is ours whole. linear_rows: of more rows a product that the library has, too, is the library's. quantized_rows: of
     more rows a product is in 8 bits where the weight's scheme rounds activations; others multiply them as they are.
-    chunked_tokens: with so many new tokens of a sequence or more a recurrence goes chunk after chunk.
+    chunked_tokens: with so many new tokens of a sequence or more a recurrence goes chunk after chunk, and with
+    parallel_chunk_tokens, and parallel_chunk_tokens_each for each sequence of the step, its chunks run side by side.
+    split_rows: up to so many rows products in 8 bits may divide the width.
+
+    By the number of ranks: one_shot_bytes: of the largest message that is added up in one shot; flagged_bytes: with its
+    norm in one shot with flags. one_shot_norm_bytes: with its norm from packets. sent_rows: up to so many rows of a
+    product are sent instead of stored. quantized_message_tokens: from so many tokens on sums travel in 8 bits.
+
+    fused_rows: up to so many rows, products take up norms, gating and residuals; beyond, where that is faster by the
+    table of tuned kernels, in which fused ones take fused_in_layers times what they take alone, or up to
+    fused_rows_unmeasured if none tells.
     """
 
     local_choices: int
@@ -60,11 +70,22 @@ class Thresholds:
     linear_rows: int
     quantized_rows: int
     chunked_tokens: int
+    parallel_chunk_tokens: int
+    parallel_chunk_tokens_each: int
+    split_rows: int
+    one_shot_bytes: Mapping[int, int]
+    flagged_bytes: Mapping[int, int]
+    one_shot_norm_bytes: int
+    sent_rows: int
+    quantized_message_tokens: int
+    fused_rows: int
+    fused_rows_unmeasured: int
+    fused_in_layers: float
 
 
 class _Row(msgspec.Struct, forbid_unknown_fields=True):
     name: str
-    value: int
+    value: Any
     measured: str
 
 
@@ -98,10 +119,10 @@ def thresholds_of(product: str) -> Thresholds:
         return thresholds_of(MEASURED)
     try:
         read = msgspec.json.decode(path.read_bytes(), type=_ThresholdFile)
+        found = {row.name: row.value for row in read.thresholds if row.measured}
+        wanted = {field.name for field in fields(Thresholds)}
+        if found.keys() != wanted or len(read.thresholds) != len(wanted):
+            raise ValueError(f"{path} must have one row, with its measurement, for each of {', '.join(sorted(wanted))}")
+        return msgspec.convert(found, Thresholds, strict=False)
     except msgspec.DecodeError as error:
         raise ValueError(f"{path} is no table of thresholds: {error}") from None
-    found = {row.name: row.value for row in read.thresholds if row.measured}
-    wanted = {field.name for field in fields(Thresholds)}
-    if found.keys() != wanted or len(read.thresholds) != len(wanted):
-        raise ValueError(f"{path} must have one row, with its measurement, for each of {', '.join(sorted(wanted))}")
-    return Thresholds(**found)

@@ -7,7 +7,6 @@ What they are is said once, by a function of `run` and the arguments that calls 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -21,19 +20,13 @@ Composition = Callable[..., Any]
 
 
 def fused(
-    *,
-    mutates: tuple[str, ...] = (),
-    saved: Callable[..., Cost] | None = None,
-    backward: Callable[..., Cost] | None = None,
-    packable: tuple[int, ...] = (),
-    operands: Callable[..., Any] | None = None,
-    **traits: bool,
+    *, saved: Callable[..., Cost] | None = None, operands: Callable[..., Any] | None = None, **traits: Any
 ) -> Callable[[Composition], Operation]:
     """Make a composition `name(run, *arguments)` the fused operation `name(*arguments)`, as `operation` does.
 
     Its cost is that of all parts, less what these write for one another and read of it. saved: of the arguments, what
-    it does not do besides (`Cost`). operands: composition and `saved` take them in the place of the arguments. mutates,
-    backward, packable, traits: see `Operation`.
+    it does not do besides (`Cost`). operands: composition and `saved` take them in the place of the arguments. traits:
+    see `Operation`.
     """
 
     def on_meta(given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -53,9 +46,8 @@ def fused(
             return whole if saved is None else whole - saved(*given)
 
         reference.__name__, reference.__doc__ = composition.__name__, composition.__doc__
-        more: dict[str, Any] = {"operands": operands, "packable": packable, **traits}
-        defined = operation(cost, meta=meta, mutates=mutates, backward=backward, **more)(reference)
-        defined.parts = partial(composition, lambda part, *args: part(*args))
+        defined = operation(cost, meta=meta, operands=operands, **traits)(reference)
+        defined.parts = composition
         return defined
 
     return define

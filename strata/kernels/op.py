@@ -24,6 +24,7 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.choose import first_fitting
 from strata.kernels.device_limits import implementations_for
 from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.triton_import import HAS_TRITON
 
 # Instead of the names of a library's kernels, which are for it to choose; one may stand for several in a row.
 ATEN, CUBLAS, CUDNN, NCCL = "(ATen)", "(cuBLAS)", "(cuDNN)", "(NCCL)"
@@ -72,10 +73,14 @@ class Operation:
     mixture: each token is multiplied by experts of its own, whose weights are those of all, [experts, out, width].
     packable: the places of arguments that are weights and may be packed ones.
     reads_state: a token's result follows from what its sequence has kept (the keys and values before it), so the work
-        depends on how long the sequences are. recurrent: what they keep is a state whose size does not.
+        depends on how long the sequences are. recurrent: what they keep is a state whose size does not. attends: each
+        query is multiplied with all keys of its sequence that it sees.
+    fusible: products of few rows take it up, a norm or a gating beside them. tuned_as: the operation whose tuned
+        kernels its product runs, "" its own.
     collective: all ranks of an axis run it together; its second argument is the axis.
     backward: the cost of its gradients, where that does not follow from its own by the rule of `backward_cost`.
-    parts: of a fused operation, those that it replaces, one after another, each as it runs best.
+    parts: of a fused operation, a function of `run` and the operands that calls `run(operation, *arguments)` for each
+        of those that it replaces, one after another.
     operands: the NamedTuple of its arguments, which `definition`, `parts` and implementations take; None: they take the
         arguments. definition: the reference; `reference`, `cost`, `meta` and `backward` take the arguments themselves.
     """
@@ -95,6 +100,9 @@ class Operation:
     dense: bool = False
     mixture: bool = False
     recurrent: bool = False
+    attends: bool = False
+    fusible: bool = False
+    tuned_as: str = ""
     parts: Callable[..., Any] | None = None
     operands: Callable[..., Any] | None = None
     reference: Callable[..., Any] = field(init=False)
@@ -145,26 +153,46 @@ class Operation:
             sent=cost.sent,
         )
 
-    def implement(
-        self,
-        name: str,
-        device: str,
-        *,
-        invariant: bool = False,
-        differentiable: bool = False,
-        supports: Callable[..., bool] | None = None,
-        kernels: Kernels = (ATEN,),
-        packed: bool = False,
-        scratch: Callable[..., int] | None = None,
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Register the decorated function; among those that fit, the one registered first is preferred."""
+    def implement(self, name: str, *devices: str, **what: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Register the decorated function for kinds of devices; among those that fit, the one registered first is
+        preferred. what: see `Implementation`."""
 
         def register(run: Callable[..., Any]) -> Callable[..., Any]:
-            made = Implementation(name, run, device, invariant, differentiable, supports, kernels, packed, scratch)
-            self.implementations.append(made)
+            self.implementations += [Implementation(name, run, device, **what) for device in devices]
             return run
 
         return register
+
+    def by_definition(self, *devices: str, name: str = "torch", **what: Any) -> None:
+        """Register the reference as an implementation."""
+        self.implement(name, *devices, **what)(self.definition)
+
+    def unfused(self, name: str, device: str, **what: Any) -> Callable[..., Any]:
+        """Register a fused operation's parts, one after another, and return what runs them; what they launch follows
+        from theirs."""
+        composition = self.parts
+        assert composition is not None
+
+        def run_part(part: Operation, *args: Any) -> Any:
+            return part.bind(device, packed=has_packed(args))(*args)
+
+        def kernels(*given: Any) -> tuple[str, ...]:
+            found: list[str] = []
+
+            def note(part: Operation, *args: Any) -> Any:
+                found.extend(part.bind(device, packed=has_packed(args)).launches(*args))
+                return part.meta(*args)
+
+            composition(note, *given)
+            return tuple(found)
+
+        told: dict[str, Any] = {"kernels": kernels} if device == "cuda" else {}
+        return self.implement(name, device, **told, **what)(partial(composition, run_part))
+
+    def in_triton(self, run: Callable[..., Any], name: str = "triton", **what: Any) -> None:
+        """Register what launches kernels of Triton on CUDA, where that is installed."""
+        if HAS_TRITON:
+            self.implement(name, "cuda", **what)(run)
 
     def bind(
         self, device: str, *, deterministic: bool = False, differentiable: bool = False, packed: bool = False
@@ -196,7 +224,8 @@ class Operation:
             return
         if differentiable and self.parts is not None:
             # The parts may have gradients of their own where the whole has none; the reference's keep floats.
-            yield Implementation("parts", self.parts, device, differentiable=True)
+            parts = partial(self.parts, lambda part, *args: part(*args))
+            yield Implementation("parts", parts, device, differentiable=True)
         else:
             yield Implementation("reference", self.definition, device, differentiable=True)
 
@@ -282,39 +311,30 @@ def like_first(first: Any, *others: Any) -> Tensor:
     return like.new_empty(like.shape, device="meta")
 
 
+def elementwise(flops: int) -> Callable[..., Cost]:
+    """The cost of an operation with so many FLOPs an element of its first argument, like which its result is."""
+
+    def cost(first: Tensor, *others: Any, workload: Workload) -> Cost:
+        read = sum(one.nbytes for one in (first, *others) if isinstance(one, Tensor))
+        return Cost(flops * first.numel(), read, first.nbytes)
+
+    return cost
+
+
 def operation(
-    cost: Callable[..., Cost],
-    *,
-    operands: Callable[..., Any] | None = None,
-    meta: Callable[..., Any] = like_first,
-    mutates: tuple[str, ...] = (),
-    rowwise: bool = False,
-    product: bool = False,
-    gated: bool = False,
-    packable: tuple[int, ...] = (),
-    reads_state: bool = False,
-    collective: bool = False,
-    backward: Callable[..., Cost] | None = None,
-    dense: bool = False,
-    mixture: bool = False,
-    recurrent: bool = False,
+    cost: Callable[..., Cost], *, meta: Callable[..., Any] = like_first, **traits: Any
 ) -> Callable[[Callable[..., Any]], Operation]:
     """Make the decorated reference an operation of the same name and list it in `OPERATIONS`.
 
     `meta(call)` returns empty tensors of the result's shape and dtype on the meta device; `cost(call, workload)` counts
     the work (see `strata.hardware.roofline`), `workload` telling what the lengths in tensors cannot tell there. Without
-    `operands`, they and the reference take the arguments in the place of `call`. The traits, and `backward`, are those
-    of `Operation`.
+    `operands`, they and the reference take the arguments in the place of `call`. traits: see `Operation`.
     """
 
     def define(reference: Callable[..., Any]) -> Operation:
         if reference.__name__ in OPERATIONS:
             raise ValueError(f"operation {reference.__name__!r} is defined twice")
-        name = reference.__name__
-        made = Operation(
-            name, reference, cost, meta, mutates, rowwise, product, gated, packable, reads_state, collective, backward,
-            dense, mixture, recurrent, operands=operands,
-        )  # fmt: skip
+        made = Operation(reference.__name__, reference, cost, meta, **traits)
         made.__doc__ = reference.__doc__
         OPERATIONS[made.name] = made
         return made

@@ -13,20 +13,20 @@ try:
     import triton.language as tl
     from triton.language.extra import libdevice
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     from strata.kernels.compiling.disk_cache import use_checked_cache
 
     use_checked_cache()
     HAS_TRITON = True
 except ImportError:
-    triton = tl = libdevice = gdc_launch_dependents = gdc_wait = None
+    triton = tl = libdevice = gdc_launch_dependents = gdc_wait = TensorDescriptor = None
     HAS_TRITON = False
 
 
-def constant(text: str) -> str:
-    """A text, such as assembly, that kernels may read as a constant."""
-    found: str = tl.constexpr(text) if HAS_TRITON else text
-    return found
+def constant(value: Any) -> Any:
+    """A number, or a text such as assembly, that kernels may read as a constant."""
+    return tl.constexpr(value) if HAS_TRITON else value
 
 
 def jit(kernel: Callable[..., Any], *, unspecialized: tuple[str, ...] = ()) -> Any:
@@ -45,4 +45,14 @@ def jit(kernel: Callable[..., Any], *, unspecialized: tuple[str, ...] = ()) -> A
     return OrderlessKernel(kernel, do_not_specialize=unspecialized)
 
 
-__all__ = ["HAS_TRITON", "constant", "gdc_launch_dependents", "gdc_wait", "jit", "libdevice", "tl", "triton"]
+__all__ = [
+    "HAS_TRITON",
+    "TensorDescriptor",
+    "constant",
+    "gdc_launch_dependents",
+    "gdc_wait",
+    "jit",
+    "libdevice",
+    "tl",
+    "triton",
+]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from strata.files.fields import Fields
-from strata.kernels.activation.clamped_swiglu import Clamp
+from strata.kernels.activation.silu_mul import Clamp
 from strata.kernels.moe.route import SOFTMAX, Choice
 
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from strata.kernels.linear.linear import linear
-from strata.kernels.linear.wide_linear import wide_linear
+from strata.kernels.linear.linear import linear, wide_linear
 from strata.kernels.moe.experts import biased_experts, experts
 from strata.kernels.moe.route import route
 from strata.models.config import ModelConfig

@@ -20,8 +20,7 @@ from strata.kernels.attention.attention import attention
 from strata.kernels.attention.spec import AttentionSpec
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.linear import linear
-from strata.kernels.norm.norm import rms_norm
-from strata.kernels.norm.wide_norm import wide_rms_norm
+from strata.kernels.norm.norm import rms_norm, wide_rms_norm
 from strata.kernels.rotary.rope import partial_rope, rope, rope_angles
 from strata.kernels.state.groups import of_group
 from strata.kernels.state.kv_write import kv_write

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from strata.comm.collectives import all_to_all
 from strata.comm.experts.sent_rows import journey
 from strata.comm.mesh import Axis
-from strata.kernels.moe.by_expert import take_rows
-from strata.kernels.moe.combine import summed
+from strata.kernels.moe.combine import summed, take_rows
 from strata.kernels.moe.experts import experts
 from strata.models.experts import Experts
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from strata.comm.collectives import all_reduce, copy_to, start_all_reduce
 from strata.comm.mesh import Axis
-from strata.kernels.loss.loss import IGNORED, linear_cross_entropy, logit_gradients, row_chunks
-from strata.kernels.loss.loss_grad import summed_cross_entropy
+from strata.kernels.loss.loss import IGNORED, linear_cross_entropy, logit_gradients, row_chunks, summed_cross_entropy
 from strata.models.batch import Batch
 from strata.parallel.families import span
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from strata.comm.collectives import start_all_reduce
+from strata.comm.collectives import PendingTransfers, Transfer, start_all_reduce, start_transfers
 from strata.comm.mesh import Mesh
-from strata.comm.transfers import PendingTransfers, Transfer, start_transfers
 from strata.parallel.data_parallel import Gradients
 from strata.parallel.families import span
 from strata.parallel.loss import Head, Loss, MicroBatch, shares

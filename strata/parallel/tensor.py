@@ -19,7 +19,7 @@ from strata.comm.mesh import Axis
 from strata.comm.placement import Placement
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.linear import linear
-from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
+from strata.kernels.norm.norm import divided_rms_norm, mean_square
 from strata.models.batch import Batch
 from strata.models.layers import Linear, TokenEmbedding, WideRMSNorm
 from strata.parallel.families import Table, placements, span

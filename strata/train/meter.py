@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from strata.comm.exchange import all_gather_json
+from strata.comm.collectives import all_gather_json
 from strata.comm.mesh import Axis
 from strata.models.config import ModelConfig
 from strata.train.data.loader import Step

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strata.comm import collectives as c
-from strata.comm.exchange import all_gather_json
+from strata.comm.collectives import all_gather_json
 from strata.comm.launch import World
 from strata.comm.mesh import AXES, Mesh
 from tests.parallel.ranks import run_each, run_ranks

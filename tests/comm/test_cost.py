@@ -7,6 +7,7 @@ import pytest
 from strata.comm.cost import (
     CollectiveCost,
     HierarchicalCost,
+    Network,
     all_gather_cost,
     all_reduce_cost,
     all_to_all_cost,
@@ -21,7 +22,6 @@ from strata.comm.cost import (
     tree_cost,
     two_shot_cost,
 )
-from strata.comm.network import Network
 from strata.cost.all_reduce_times import ALGORITHMS, AllReduceTimes
 from strata.hardware import measured
 from strata.hardware.links import Link

@@ -17,10 +17,11 @@ from strata.comm.operations import Along
 from strata.engine.engine_config import EngineConfig
 from strata.engine.program.program import StepProgram
 from strata.graph.ranks.hierarchical_sums import ACROSS_AXIS, INSIDE_AXIS
-from strata.graph.ranks.narrow_messages import NARROW_TOKENS, narrow_messages
+from strata.graph.ranks.narrow_messages import narrow_messages
 from strata.graph.walk import operation_counts
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
+from strata.kernels.choose import MEASURED, thresholds_of
 from strata.kernels.collective.rounded_parts import round_parts, sum_parts, widen_parts
 from strata.models.config import ModelConfig, config_from_dict
 from strata.parallel.serving_shard import RankShard
@@ -32,6 +33,8 @@ from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 from tests.parallel.models import random_model
 from tests.parallel.ranks import run_ranks
 from tests.parallel.shards import divisible_config, joined, model_of, shard_of
+
+NARROW_TOKENS = thresholds_of(MEASURED).quantized_message_tokens
 
 
 def summed(parts: list[Tensor]) -> list[Tensor]:

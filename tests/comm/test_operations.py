@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from strata.comm import operations, symmetric
+from strata.comm.collectives import Transfer, start_transfers
 from strata.comm.launch import World
 from strata.comm.mesh import Axis, Mesh
 from strata.comm.observer import CollectiveCall
@@ -28,7 +29,6 @@ from strata.comm.operations import (
 )
 from strata.comm.peer_copies import fits, with_peer_copies
 from strata.comm.token_messages import gather_keys_values, gather_tokens
-from strata.comm.transfers import Transfer, start_transfers
 from strata.comm.under_way import finish_add_rms_norm, finish_all_reduce, start_all_reduce
 from strata.cost.nodes import node_costs
 from strata.graph.bind import bind

@@ -182,5 +182,5 @@ def test_rows_are_exchanged_where_that_saves_a_quarter_of_a_millisecond() -> Non
 def test_what_waits_for_the_device_names_its_messages() -> None:
     x = torch.empty(4, 8, device="meta")
     weights, chosen = torch.empty(4, 2, device="meta"), torch.empty(4, 2, dtype=torch.int64, device="meta")
-    kernels = send_rows.bind("cuda").candidates[0].launches(x, Along("tp", 2), weights, chosen, 0, 4)
+    kernels = send_rows.bind("cuda").launches(x, Along("tp", 2), weights, chosen, 0, 4)
     assert kernels.count(NCCL) == 4

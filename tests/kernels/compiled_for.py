@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.linear.skinny import Launch
 
 _POINTERS = {torch.bfloat16: "*bf16:16", torch.float32: "*fp32:16", torch.int32: "*i32:16"}
+
+
+@dataclass(frozen=True)
+class CompileCase:
+    """One specialization of a Triton kernel.
+
+    signature: for each argument that is not a constant its type as Triton writes it ("*bf16", "i32"), followed by ":16"
+        if the pointer or number is a multiple of 16.
+    must_contain: what the PTX has to contain.
+    max_registers: what the launch caps the registers of a thread at (`maxnreg`), None: nothing.
+    spilled_bytes: the most that a thread may spill, more than 0 only for a cap that is worth it.
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, object]
+    num_warps: int
+    num_stages: int
+    must_contain: tuple[str, ...] = ()
+    max_registers: int | None = None
+    spilled_bytes: int = 0
 
 
 @dataclass(frozen=True)

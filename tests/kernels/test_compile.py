@@ -14,10 +14,9 @@ import pytest
 from _pytest.mark import ParameterSet
 
 import strata.kernels
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.device_limits import SHARED_BYTES
 from tests.kernels import launches
-from tests.kernels.compiled_for import compile_for
+from tests.kernels.compiled_for import CompileCase, compile_for
 
 pytest.importorskip("triton")
 
@@ -28,10 +27,7 @@ def modules(package: ModuleType) -> list[ModuleType]:
 
 
 CASES: list[CompileCase] = [
-    case
-    for module in (*modules(strata.kernels), *modules(launches))
-    if hasattr(module, "compile_cases")
-    for case in module.compile_cases()
+    case for module in modules(launches) if hasattr(module, "compile_cases") for case in module.compile_cases()
 ]
 
 

@@ -101,7 +101,8 @@ def test_a_device_without_a_table_has_those_that_were_measured() -> None:
 
 
 def test_a_table_has_every_row_with_its_measurement(tables: Path) -> None:
-    values = {name: place + 5 for place, name in enumerate(asdict(thresholds_of(MEASURED)))}
+    known = asdict(thresholds_of(MEASURED)).items()
+    values = {name: {2: place} if isinstance(one, dict) else place + 5 for place, (name, one) in enumerate(known)}
     rows: list[dict[str, object]] = [{"name": name, "value": value, "measured": "x"} for name, value in values.items()]
     write(tables, "own", rows)
     assert asdict(choose.thresholds_of("own")) == values

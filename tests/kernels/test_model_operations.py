@@ -15,25 +15,20 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotate_a_part
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from strata.kernels.activation.clamped_swiglu import Clamp
-from strata.kernels.activation.gelu_mul import gelu_mul
 from strata.kernels.activation.scale import scale
 from strata.kernels.activation.sigmoid_gate import sigmoid_gate
-from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.activation.silu_mul import Clamp, gelu_mul, silu_mul
 from strata.kernels.attention.spec import HeadsSpec
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.linear.embedding import embedding, vocabulary_embedding
 from strata.kernels.linear.linear import linear
 from strata.kernels.moe.experts import biased_experts, by_library
-from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
-from strata.kernels.norm.norm import add_rms_norm, rms_norm, row_tile
-from strata.kernels.norm.wide_norm import wide_rms_norm
+from strata.kernels.norm.norm import add_rms_norm, divided_rms_norm, mean_square, rms_norm, row_tile, wide_rms_norm
 from strata.kernels.recurrent.deinterleave import deinterleave
 from strata.kernels.rotary.rope import partial_rope, rope, rope_angles
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
-from tests.kernels.compiled_for import compile_for
+from tests.kernels.compiled_for import CompileCase, compile_for
 from tests.kernels.launches.norm import ROWS, norm
 from tests.kernels.launches.noted import empty
 from tests.kernels.launches.state import finished_heads
@@ -57,13 +52,16 @@ def pages_of(slots: list[int], heads: int = 3, head_dim: int = 10, layers: int =
 
 @pytest.mark.parametrize("way", EVERY_WAY)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 256), (37, 255), (300, 64), (5, 4096)])
-def test_rms_norm_has_the_bits_of_transformers(rows: int, width: int, dtype: torch.dtype, way: dict) -> None:
-    x, _ = merged(rows, width, 3, dtype=dtype)
+@pytest.mark.parametrize(("rows", "width"), [(1, 256), (37, 255), (300, 64), (5, 4096), (0, 8)])
+def test_norms_have_the_bits_of_transformers(rows: int, width: int, dtype: torch.dtype, way: dict) -> None:
+    x, residual, _ = merged(rows, width, width, 3, dtype=dtype)
     norm = LlamaRMSNorm(width, eps=1e-5).to(dtype)
     norm.weight.data = torch.randn(width).to(dtype)
     with torch.no_grad():
         assert torch.equal(rms_norm.bind("cpu", **way)(x, norm.weight, 1e-5), norm(x))
+        total, normed = add_rms_norm.bind("cpu", **way)(x, residual, norm.weight, 1e-5)
+        assert torch.equal(total, x + residual)
+        assert torch.equal(normed, norm(x + residual))
 
 
 @pytest.mark.parametrize("way", EVERY_WAY)
@@ -303,19 +301,6 @@ def poisoned_pools(kv_heads: int, head_dim: int, dtype: torch.dtype, slots: list
     keys, values = (tuple(torch.full((4, 8, kv_heads, head_dim), torch.nan, dtype=dtype) for _ in "ab") for _ in "kv")
     index = torch.zeros(1, 4, dtype=torch.int32)
     return PagedKV(keys, values, index, index[0], torch.tensor(slots, dtype=torch.int32))
-
-
-@pytest.mark.parametrize("way", EVERY_WAY)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 256), (37, 255), (300, 64), (0, 8)])
-def test_add_rms_norm_has_the_bits_of_transformers(rows: int, width: int, dtype: torch.dtype, way: dict) -> None:
-    x, residual, _ = torch.randn(rows, 2 * width + 3).to(dtype).split((width, width, 3), -1)
-    norm = LlamaRMSNorm(width, eps=1e-5).to(dtype)
-    norm.weight.data = torch.randn(width).to(dtype)
-    with torch.no_grad():
-        total, normed = add_rms_norm.bind("cpu", **way)(x, residual, norm.weight, 1e-5)
-        assert torch.equal(total, x + residual)
-        assert torch.equal(normed, norm(x + residual))
 
 
 @pytest.mark.parametrize("way", [{}, {"deterministic": True}])

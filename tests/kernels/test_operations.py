@@ -18,16 +18,15 @@ import strata.models.families  # noqa: F401  (every operation of a model)
 from strata.graph import fuse, fuse_products, fuse_rounding  # noqa: F401  (and of its passes)
 from strata.graph.ranks import divide_keys  # noqa: F401
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.activation.clamped_swiglu import Clamp
+from strata.kernels.activation.silu_mul import Clamp
 from strata.kernels.attention.spec import HeadsSpec
-from strata.kernels.linear import fp8, sliced  # noqa: F401
 from strata.kernels.moe import count, experts  # noqa: F401
 from strata.kernels.moe.route import SOFTMAX, Choice
-from strata.kernels.norm import divided_norm  # noqa: F401
 from strata.kernels.op import OPERATIONS
 from strata.kernels.quant.packed import pack
 from strata.kernels.quant.schemes import SCHEMES
 from strata.kernels.state.paged import PagedKV
+from tests.kernels.launches.noted import empty as meta
 
 DTYPES = [torch.float32, torch.bfloat16]
 CLAMP, SIGMOIDS = Clamp(1.702, 0.7), Choice("sigmoid", 4, 2, "top2", 2.5)
@@ -272,10 +271,6 @@ def test_gradients_are_those_of_finite_differences(
 ) -> None:
     given = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     assert torch.autograd.gradcheck(lambda *leaves: call(OPERATIONS[name], *leaves), given)
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def wide(*shape: int) -> Tensor:

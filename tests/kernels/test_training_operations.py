@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,11 +22,18 @@ from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.fp8 import linear_fp8, linear_fp8_into
 from strata.kernels.linear.into import linear_into, linear_silu_mul_into
 from strata.kernels.loss import loss as loss_file
-from strata.kernels.loss.loss import linear_cross_entropy
-from strata.kernels.loss.loss_grad import _LossWithGradients, _row_chunks, cross_entropy_gradients, summed_cross_entropy
+from strata.kernels.loss.loss import (
+    _LossWithGradients,
+    _row_chunks,
+    cross_entropy_gradients,
+    linear_cross_entropy,
+    summed_cross_entropy,
+)
 from strata.kernels.optimizer.adamw import Constants, adamw
+from tests.kernels.launches.noted import empty as meta
 
 WORK = Workload((7,), (7,))
+wide = partial(meta, dtype=torch.float32)
 
 
 def test_loss_and_gradients_are_those_of_the_log_probabilities() -> None:
@@ -71,20 +79,6 @@ def test_chunks_cover_all_rows_and_hold_no_more_than_allowed(tokens: int, most: 
     assert all(after.start == before.stop for before, after in pairwise(rows))
 
 
-def test_cost_of_the_loss_is_the_hand_count() -> None:
-    hidden, weight = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((7, 64), (50, 64)))
-    targets, scale = torch.empty(7, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
-    cost = cross_entropy_gradients.cost(hidden, weight, targets, scale, 1 << 20, workload=WORK)
-    assert cost == Cost(3 * 7 * 64 * 50 * 2 + 7 * 50 * 5, 896 + 6400 + 56, 4 + 896 + 6400, 6400)
-    shapes = [tuple(one.shape) for one in cross_entropy_gradients(hidden, weight, targets, scale, 1 << 20)]
-    assert shapes == [(), (7, 64), (50, 64)]
-    # In float32, added to what is there.
-    place = torch.empty(50, 64, device="meta"), True
-    cost = cross_entropy_gradients.cost(hidden, weight, targets, scale, 1 << 20, place, workload=WORK)
-    flops = 3 * 7 * 64 * 50 * 2 + 7 * 50 * 5 + 50 * 64
-    assert cost == Cost(flops, 896 + 6400 + 56 + 12800, 4 + 896 + 12800, 6400)
-
-
 @pytest.mark.parametrize("run", [summed_cross_entropy, summed_cross_entropy.reference, _LossWithGradients.apply])
 def test_the_summed_loss_and_its_gradients(run: Callable[..., torch.Tensor]) -> None:
     """In every way, also with a gradient that is not 1. On a CPU the way of a GPU goes through the reference."""
@@ -109,12 +103,38 @@ def test_the_summed_loss_computes_no_gradient_that_nobody_wants() -> None:
     assert bound.choose(hidden, weight.clone().requires_grad_(), targets, scale).name == "gradients at once"
 
 
-def test_cost_of_the_summed_loss_is_the_hand_count() -> None:
-    hidden, weight = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((7, 64), (50, 64)))
-    targets, scale = torch.empty(7, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
-    cost = summed_cross_entropy.cost(hidden, weight, targets, scale, workload=WORK)
-    assert cost == Cost(7 * 64 * 50 * 2 + 7 * 50 * 3 + 8, 896 + 6400 + 56 + 4, 4, 6400)
-    assert summed_cross_entropy(hidden, weight, targets, scale).shape == ()
+LOGITS, NARROW = 7 * 64 * 50 * 2, (meta(7, 64), meta(50, 64), meta(7, dtype=torch.int64))
+SCALED, PLACE = (*NARROW, wide()), (wide(50, 64), True)
+# The place of a gradient is float32, and what is there is added to.
+COSTS: list[tuple[Any, tuple[Any, ...], Cost, list[tuple[int, ...]]]] = [
+    (linear_cross_entropy, NARROW, Cost(LOGITS + 7 * 50 * 3, 896 + 6400 + 56, 28, 6400), [(7,)]),
+    (summed_cross_entropy, SCALED, Cost(LOGITS + 7 * 50 * 3 + 8, 896 + 6400 + 56 + 4, 4, 6400), [()]),
+    (
+        cross_entropy_gradients,
+        (*SCALED, 1 << 20),
+        Cost(3 * LOGITS + 7 * 50 * 5, 896 + 6400 + 56, 4 + 896 + 6400, 6400),
+        [(), (7, 64), (50, 64)],
+    ),
+    (
+        cross_entropy_gradients,
+        (*SCALED, 1 << 20, PLACE),
+        Cost(3 * LOGITS + 7 * 50 * 5 + 50 * 64, 896 + 6400 + 56 + 12800, 4 + 896 + 12800, 6400),
+        [(), (7, 64), (50, 64)],
+    ),
+    (
+        adamw,
+        (meta(100), *(wide(100) for _ in range(3)), meta(100), wide(4), Constants(0.9, 0.95, 1e-8, 0.1)),
+        Cost(1600, 1400, 1400, 400),
+        [(100,)],
+    ),
+]
+
+
+@pytest.mark.parametrize(("operation", "given", "cost", "shapes"), COSTS)
+def test_costs_are_the_hand_counts(operation: Any, given: tuple[Any, ...], cost: Cost, shapes: list[Any]) -> None:
+    assert operation.cost(*given, workload=WORK) == cost
+    results = operation(*given)
+    assert [tuple(one.shape) for one in (results if isinstance(results, tuple) else (results,))] == shapes
 
 
 def test_adamw_is_the_published_algorithm() -> None:
@@ -132,13 +152,6 @@ def test_adamw_is_the_published_algorithm() -> None:
         assert found is weight
         torch.testing.assert_close(master.double(), exact, rtol=1e-5, atol=1e-6)
         assert torch.equal(weight, master.bfloat16())
-
-
-def test_cost_of_adamw_is_the_hand_count() -> None:
-    weight = torch.empty(100, dtype=torch.bfloat16, device="meta")
-    wide = torch.empty(100, device="meta")
-    cost = adamw.cost(weight, wide, wide, wide, weight, torch.empty(4), Constants(0.9, 0.95, 1e-8, 0.1), workload=WORK)
-    assert (cost.read, cost.written) == (1400, 1400)
 
 
 @pytest.fixture
@@ -237,14 +250,6 @@ def test_the_full_logits_never_exist() -> None:
     with LargestTensor() as largest:
         linear_cross_entropy(hidden, weight, torch.randint(0, 37, (100,))).sum().backward()
     assert largest.elements == 400  # the hidden states; the logits would be 3700
-
-
-def test_cost_is_the_hand_count() -> None:
-    hidden, weight = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((7, 64), (50, 64)))
-    targets = torch.empty(7, dtype=torch.int64, device="meta")
-    cost = linear_cross_entropy.cost(hidden, weight, targets, workload=Workload((7,), (7,)))
-    assert cost == Cost(7 * 64 * 50 * 2 + 7 * 50 * 3, 896 + 6400 + 56, 28, 6400)
-    assert linear_cross_entropy(hidden, weight, targets).shape == (7,)
 
 
 class Target:

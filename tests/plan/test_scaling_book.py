@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from strata.comm.network import Network
+from strata.comm.cost import Network
 from strata.cost.efficiency import product_cost
 from strata.cost.nodes import NodeCost, node_costs
 from strata.cost.step_costs import StepCosts, step_costs

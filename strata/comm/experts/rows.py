@@ -11,23 +11,16 @@ from typing import Any
 from torch import Tensor
 
 from strata.comm import collectives
-from strata.comm.all_gather_cuda import one_shot_gather
-from strata.comm.all_reduce_cuda import exchange, fits_one_shot, memory_of
+from strata.comm.all_reduce_cuda import exchange, fits_one_shot, memory_of, one_shot_gather
 from strata.comm.cost import all_gather_cost
 from strata.comm.mesh import Axis
-from strata.comm.operations import Along, live, reduce_scatter
+from strata.comm.operations import Along, by_library, in_rank_order, live, reduce_scatter
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.collective.all_reduce import block_tile, gather_rows_kernel, one_shot_kernel
 from strata.kernels.grid_sizes import ceil_div
-from strata.kernels.op import ATEN, NCCL, operation
-from strata.kernels.triton_import import HAS_TRITON
+from strata.kernels.op import operation
 
 _WORD = 4
-
-
-def _fits_gather(x: Tensor, axis: Any) -> bool:
-    """A rank sends its rows to all, as in `one_shot`."""
-    return fits_one_shot(x, axis)
 
 
 def _fits_scatter(x: Tensor, axis: Any) -> bool:
@@ -92,16 +85,8 @@ def _combined_by_library(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else collectives.reduce_scatter(x, live(axis), 0)
 
 
-if HAS_TRITON:
-    dispatch_rows.implement("one shot", "cuda", invariant=True, supports=_fits_gather, kernels=(gather_rows_kernel,))(
-        gather_rows
-    )
-    combine_rows.implement("one shot", "cuda", invariant=True, supports=_fits_scatter, kernels=(one_shot_kernel,))(
-        scatter_sums
-    )
-dispatch_rows.implement("gloo", "cpu", invariant=True)(dispatch_rows.reference)
-dispatch_rows.implement("nccl", "cuda", invariant=True, kernels=(NCCL,))(dispatch_rows.reference)
-combine_rows.implement("gloo", "cpu")(_combined_by_library)
-combine_rows.implement("nccl", "cuda", kernels=(NCCL,))(_combined_by_library)
-combine_rows.implement("in rank order", "cpu", invariant=True)(combine_rows.reference)
-combine_rows.implement("in rank order", "cuda", invariant=True, kernels=(NCCL, ATEN))(combine_rows.reference)
+dispatch_rows.in_triton(gather_rows, "one shot", invariant=True, supports=fits_one_shot, kernels=(gather_rows_kernel,))
+combine_rows.in_triton(scatter_sums, "one shot", invariant=True, supports=_fits_scatter, kernels=(one_shot_kernel,))
+by_library(dispatch_rows, invariant=True)
+by_library(combine_rows, _combined_by_library)
+in_rank_order(combine_rows)

@@ -17,11 +17,10 @@ from torch import Tensor
 from strata.comm import collectives
 from strata.comm.experts.rows import combine_rows, dispatch_rows
 from strata.comm.mesh import Axis
-from strata.comm.operations import Along, live
+from strata.comm.operations import Along, by_library, live
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.moe.by_expert import take_rows
-from strata.kernels.moe.local_order import local_numbers, local_order, order_kernels
-from strata.kernels.moe.order import Order
+from strata.kernels.moe.combine import take_rows
+from strata.kernels.moe.local_order import Order, local_numbers, local_order, order_kernels
 from strata.kernels.op import ATEN, NCCL, operation
 
 # Of messages of one mixture, there and back: what they take longer at 64 MiB, a quarter of a millisecond between H200
@@ -85,23 +84,33 @@ def reach(slots: int, ranks: int, per_token: int) -> list[float]:
     return [1 - math.comb(slots - own, per_token) / math.comb(slots, per_token) for own in held]
 
 
-def _expected(x: Tensor, along: Along | Axis, chosen: Tensor, index: int, slots: int) -> tuple[list[int], list[int]]:
-    """How many rows go to each rank and come from each."""
-    likely = reach(slots, along.size, chosen.shape[1])
-    return [round(len(x) * one) for one in likely], [round(len(x) * likely[index])] * along.size
+class SendCall(NamedTuple):
+    """The operands of `send_rows`.
+
+    x: [tokens, hidden], weights and chosen: [tokens, per_token], of this rank alone; chosen of experts. rank: this
+    one's number. slots: for experts, of all ranks together, of which each has those of `slot_span`. placement,
+    slot_mapping: as `local_experts` has them, by the token's place among the rank's own; padding goes nowhere.
+    """
+
+    x: Tensor
+    along: Along | Axis
+    weights: Tensor
+    chosen: Tensor
+    rank: int
+    slots: int
+    placement: Tensor | None = None
+    slot_mapping: Tensor | None = None
+
+    @property
+    def expected(self) -> tuple[list[int], list[int]]:
+        """How many rows go to each rank and come from each, with choices that fall evenly on all slots."""
+        likely, tokens = reach(self.slots, self.along.size, self.chosen.shape[1]), len(self.x)
+        return [round(tokens * one) for one in likely], [round(tokens * likely[self.rank])] * self.along.size
 
 
-def _arrived(
-    x: Tensor,
-    along: Along | Axis,
-    weights: Tensor,
-    chosen: Tensor,
-    index: int,
-    slots: int,
-    placement: Tensor | None = None,
-    slot_mapping: Tensor | None = None,
-) -> Arrived:
-    sent, received = _expected(x, along, chosen, index, slots)
+def _arrived(call: SendCall) -> Arrived:
+    x, along, weights, chosen, index, slots = call[:6]
+    sent, received = call.expected
     first, end = slot_span(slots, along.size, index)
 
     def made(kind: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -119,20 +128,10 @@ def _arrived(
     )
 
 
-def _send_cost(
-    x: Tensor,
-    along: Along | Axis,
-    weights: Tensor,
-    chosen: Tensor,
-    index: int,
-    slots: int,
-    placement: Tensor | None = None,
-    slot_mapping: Tensor | None = None,
-    *,
-    workload: Workload,
-) -> Cost:
-    """With choices that fall evenly on all slots; a rank's own rows go over no link."""
-    sent, received = _expected(x, along, chosen, index, slots)
+def _send_cost(call: SendCall, *, workload: Workload) -> Cost:
+    """A rank's own rows go over no link."""
+    x, along, weights, chosen, index = call[:5]
+    sent, received = call.expected
     row = sum(one.shape[1] * one.itemsize for one in (x, weights)) + 4 * chosen.shape[1]
     counts = 2 * 8 * (along.size - 1)
     over_links = (sum(sent) - sent[index]) * row + counts
@@ -144,23 +143,10 @@ def _send_cost(
     )
 
 
-@operation(_send_cost, meta=_arrived, collective=True)
-def send_rows(
-    x: Tensor,
-    along: Along | Axis,
-    weights: Tensor,
-    chosen: Tensor,
-    index: int,
-    slots: int,
-    placement: Tensor | None = None,
-    slot_mapping: Tensor | None = None,
-) -> Arrived:
-    """Each rank's rows to the ranks that have experts of theirs, with weights and numbers of these.
-
-    x: [tokens, hidden], weights and chosen: [tokens, per_token], of this rank alone; chosen of experts. index: of this
-    rank. slots: for experts, of all ranks together, of which each has those of `slot_span`. placement, slot_mapping: as
-    `local_experts` has them, by the token's place among the rank's own; padding goes nowhere.
-    """
+@operation(_send_cost, operands=SendCall, meta=_arrived, collective=True)
+def send_rows(call: SendCall) -> Arrived:
+    """Each rank's rows to the ranks that have experts of theirs, with weights and numbers of these."""
+    x, along, weights, chosen, _, slots, placement, slot_mapping = call
     axis = live(along)
     numbers = local_numbers(chosen, 0, slots, placement, slot_mapping).int()
     # The rank whose span has a slot; -1 of -1.
@@ -201,15 +187,13 @@ def return_rows(rows: Tensor, along: Along | Axis, sent: list[int], received: li
     return collectives.start_all_to_all(rows, live(along), received, sent).wait()
 
 
-def _send_kernels(x: Tensor, along: Along | Axis, weights: Tensor, chosen: Tensor, *others: object) -> tuple[Any, ...]:
-    goes = chosen.new_empty((len(chosen), along.size), device="meta")
+def _send_kernels(call: SendCall) -> tuple[Any, ...]:
+    goes = call.chosen.new_empty((len(call.chosen), call.along.size), device="meta")
     return ATEN, NCCL, *order_kernels(goes), ATEN, NCCL, ATEN, NCCL, ATEN, NCCL, ATEN
 
 
-send_rows.implement("gloo", "cpu")(send_rows.reference)
-send_rows.implement("nccl", "cuda", kernels=_send_kernels)(send_rows.reference)
-return_rows.implement("gloo", "cpu")(return_rows.reference)
-return_rows.implement("nccl", "cuda", kernels=(NCCL,))(return_rows.reference)
+by_library(send_rows, kernels=_send_kernels)
+by_library(return_rows)
 
 
 def exchange_tokens(width: int, dtype: torch.dtype, ranks: int, slots: int, per_token: int) -> int | None:

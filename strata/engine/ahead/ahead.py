@@ -22,7 +22,7 @@ from strata.engine.ahead import manifest
 from strata.engine.ahead.manifest import Manifest
 from strata.engine.engine_config import EngineConfig
 from strata.files.child_modules import command_of, with_package
-from strata.kernels.compiling.variant import Variant
+from strata.kernels.compiling.noting import Variant
 from strata.kernels.device_limits import DeviceLimits
 
 Log = Callable[[str], None]

@@ -48,8 +48,7 @@ from strata.graph.cudagraph import Recordings
 from strata.graph.deferred import make_code
 from strata.hardware.specs import recognize
 from strata.kernels.collective.joined_heads import join_packed, pack_heads
-from strata.kernels.compiling.noting import noting
-from strata.kernels.compiling.variant import Variant
+from strata.kernels.compiling.noting import Variant, noting
 from strata.kernels.device_limits import DeviceLimits, implementations_for, meta_means
 from strata.kernels.op import NCCL, Bound
 from strata.models import weights

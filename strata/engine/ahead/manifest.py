@@ -16,7 +16,7 @@ import triton
 import strata
 from strata.engine.engine_config import EngineConfig
 from strata.kernels.compiling.disk_cache import CheckedCache
-from strata.kernels.compiling.variant import Variant
+from strata.kernels.compiling.noting import Variant
 from strata.kernels.device_limits import DeviceLimits
 from strata.models import weights
 

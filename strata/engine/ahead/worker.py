@@ -26,7 +26,7 @@ from strata.engine.ahead.derive import note_variants, target_of
 from strata.engine.engine_config import EngineConfig
 from strata.engine.lifeline import end_with_parent
 from strata.files.locks import wait_for
-from strata.kernels.compiling.variant import Variant
+from strata.kernels.compiling.noting import Variant
 from strata.kernels.compiling.workers import Outcome, Workers
 from strata.kernels.device_limits import DeviceLimits
 

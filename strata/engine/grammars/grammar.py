@@ -17,7 +17,7 @@ from torch import Tensor
 
 from strata.engine.grammars.limits import LIMITS
 from strata.engine.grammars.matchers import explain
-from strata.kernels.sampling.bitmask import WORD
+from strata.kernels.sampling.filters import WORD
 from strata.text.tokenizer import Tokenizer
 
 _COMPILING_THREADS = 2

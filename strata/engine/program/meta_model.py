@@ -35,9 +35,6 @@ from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.parallel.serving_shard import RankShard
 
-# Operations that attend over pages of keys and values.
-_ATTENTIONS = ("attention", "decode_attention")
-
 
 @dataclass(frozen=True)
 class MetaModel:
@@ -273,7 +270,7 @@ def _plan(workload: Workload) -> StepPlan:
 
 
 def _attending(node: NodeCost, attends: Attends | None) -> NodeCost:
-    return replace(node, attends=attends) if node.operation in _ATTENTIONS else node
+    return replace(node, attends=attends) if node.is_attention else node
 
 
 def _decodes(workload: Workload) -> int:

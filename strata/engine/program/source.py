@@ -39,6 +39,7 @@ from strata.hardware.figures import Device
 from strata.kernels import tuned
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.page_choice import PageChoice
+from strata.kernels.choose import MEASURED, Thresholds, thresholds_of
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear.packed.in_8_bits import multiplies_rounded
 from strata.kernels.quant.packed import PackedWeight
@@ -84,6 +85,10 @@ class Target:
     @cached_property
     def table(self) -> tuned.Table:
         return {} if self.limits is None else tuned.read(self.limits.product)
+
+    @cached_property
+    def thresholds(self) -> Thresholds:
+        return thresholds_of(MEASURED if self.limits is None else self.limits.product)
 
 
 @dataclass(frozen=True)

@@ -25,22 +25,14 @@ from strata.graph.ranks.divide_tokens import divide_tokens
 from strata.graph.ranks.exchange_rows import exchange_rows
 from strata.graph.ranks.fuse_messages import fuse_sent_products
 from strata.graph.ranks.hierarchical_sums import ACROSS_AXIS
-from strata.graph.ranks.narrow_messages import NARROW_TOKENS, narrow_messages
+from strata.graph.ranks.narrow_messages import narrow_messages
 from strata.graph.ranks.overlap import overlap
 from strata.graph.ranks.overlap_rule import overlapping_tokens, row_division
 from strata.graph.sparsify_attention import sparsify_attention
 from strata.kernels import tuned
 from strata.kernels.attention.sparse.block_choice import BlockChoice
-from strata.kernels.choose import thresholds
+from strata.kernels.choose import Thresholds
 from strata.parallel.serving_shard import TENSOR_AXIS
-
-# Up to so many rows, products that take up norms, gating and residuals were faster than the library's with kernels
-# between them in whole steps of the 0.6B and the 8B shape on an H200; beyond, that depends on the weights.
-_ALWAYS_FUSED_ROWS = 64
-# And up to so many where no table tells.
-_FUSED_ROWS = 128
-# Fused products of 64 to 256 rows took 4 (8B) to 11 % (0.6B) longer in layers than alone, the library's 0 to 4 %.
-_FUSED_IN_LAYERS = 1.07
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,13 +125,13 @@ def decodes(source: StepSource) -> Iterator[StepVariant]:
 
     small = source.bound(source.run(fuse_sent_products, source.run(fuse_products, whole())))
     large = source.bound(source.with_rounding(whole()))
-    table, rounds = source.target.table, source.rounds
+    table, rounds, known = source.target.table, source.rounds, source.target.thresholds
 
     def when(shape: StepShape) -> bool:
         # Products that take up norms do not round their rows.
-        if not shape.replays_decodes or (rounds and shape.sequences > _unquantized_rows(source)):
+        if not shape.replays_decodes or (rounds and shape.sequences > known.quantized_rows):
             return False
-        return fused_products_pay(small, large, shape.sequences, table)
+        return fused_products_pay(small, large, shape.sequences, table, known)
 
     yield StepVariant("decode_small_batch", when, small, ())
     yield StepVariant("decode_large_batch", _replays_decodes, large, ())
@@ -149,14 +141,16 @@ def _replays_decodes(shape: StepShape) -> bool:
     return shape.replays_decodes
 
 
-def fused_products_pay(fused: fx.GraphModule, apart: fx.GraphModule, rows: int, table: tuned.Table) -> bool:
+def fused_products_pay(
+    fused: fx.GraphModule, apart: fx.GraphModule, rows: int, table: tuned.Table, known: Thresholds
+) -> bool:
     """Whether products of so many rows are the faster for taking up what is between them, by what was measured."""
-    if rows <= _ALWAYS_FUSED_ROWS:
+    if rows <= known.fused_rows:
         return True
     together, alone = (measured_seconds(products_of(graph), rows, table) for graph in (fused, apart))
     if together is None or alone is None:
-        return rows <= _FUSED_ROWS
-    return together * _FUSED_IN_LAYERS <= alone
+        return rows <= known.fused_rows_unmeasured
+    return together * known.fused_in_layers <= alone
 
 
 def exchanged(source: StepSource) -> Iterator[StepVariant]:
@@ -181,7 +175,7 @@ def narrowed(source: StepSource) -> Iterator[StepVariant]:
     narrow_messages(graph, along, shard.whole.hidden_size // group, source.dtype)
     graph = source.with_rounding(graph)
     graph = source.bound(source.run(fuse_gated_products, graph) if source.by_rows else graph)
-    yield of_rows("narrow_logits", NARROW_TOKENS, graph)
+    yield of_rows("narrow_logits", source.target.thresholds.quantized_message_tokens, graph)
 
 
 def overlapped(source: StepSource) -> Iterator[StepVariant]:
@@ -203,12 +197,7 @@ def quantized_rows(source: StepSource) -> Iterator[StepVariant]:
     if source.rounds:
         graph = source.with_rounding(source.with_messages(source.of_rows(source.logits())))
         graph = source.bound(source.run(fuse_gated_products, graph))
-        yield of_rows("rounded_logits", _unquantized_rows(source) + 1, graph)
-
-
-def _unquantized_rows(source: StepSource) -> int:
-    assert source.target.limits is not None  # where products round their rows
-    return thresholds(source.target.limits).quantized_rows
+        yield of_rows("rounded_logits", source.target.thresholds.quantized_rows + 1, graph)
 
 
 def any_step(source: StepSource) -> Iterator[StepVariant]:

@@ -1,7 +1,7 @@
 """Draws and log-probabilities where the ranks of a served model hold logits of different ids, and leave them there.
 
 The ranks tell each other of a row what its parts make it: for a draw one number (`strata.kernels.sampling.parts`), for
-log-probabilities a few (`strata.kernels.sampling.part_logprobs`). Filters alone need all logits of a row together.
+log-probabilities a few (`strata.kernels.sampling.parts`). Filters alone need all logits of a row together.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along, all_gather
-from strata.kernels.sampling.part_logprobs import count_above, logprobs_in_part, logprobs_of_parts
-from strata.kernels.sampling.parts import best_in_part, best_of_parts
+from strata.kernels.sampling.parts import best_in_part, best_of_parts, count_above, logprobs_in_part, logprobs_of_parts
 from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
 
 

@@ -8,7 +8,7 @@ from strata.cache.block_tables import table_pages
 from strata.cache.pool import KVPool
 from strata.engine.recorded_steps import fresh_rows_of, gathered_rows_of
 from strata.engine.startup.clock import Log
-from strata.kernels.attention.cudnn_plan import PlanShape, plan_for
+from strata.kernels.attention.cudnn_prompts import PlanShape, plan_for
 from strata.kernels.attention.virtual_sequences import MAX_TOKENS
 from strata.models.config import ModelConfig
 from strata.models.layers import Attention

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from strata.kernels.attention.sparse import decodes_cuda, prompts_cuda
+from strata.kernels.attention.sparse import decodes, prompts
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.choice_triton import MOST_BLOCK
 from strata.kernels.attention.sparse.page_choice import PageChoice
@@ -68,7 +68,7 @@ def choice_bytes(asked: EngineConfig, config: ModelConfig, max_tokens: int, max_
     """What choosing keys needs in the largest step. config: of a rank."""
     choice, kv_heads = _choice(asked), config.num_kv_heads
     if isinstance(choice, PageChoice):
-        return decodes_cuda.scratch_bytes(asked.max_sequences, max_length, asked.page_size, kv_heads, choice)
+        return decodes.scratch_bytes(asked.max_sequences, max_length, asked.page_size, kv_heads, choice)
     if choice is None:
         return 0
-    return prompts_cuda.scratch_bytes(max_tokens, max_length, config.num_heads, kv_heads, choice)
+    return prompts.scratch_bytes(max_tokens, max_length, config.num_heads, kv_heads, choice)

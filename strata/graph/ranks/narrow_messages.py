@@ -13,11 +13,6 @@ from strata.graph.capture import operation_of
 from strata.graph.rewrite import chain
 from strata.kernels.collective.rounded_parts import round_parts, sum_parts, widen_parts
 
-# In steps of so many tokens or more. The three kernels and two messages of a sum take about as long as the one message
-# that they replace where that is 8 MiB between two H200 by NCCL, 1,024 rows of 8 KiB: counted from bytes and from what
-# NCCL's messages were measured to take there, not measured. On slower links it pays sooner.
-NARROW_TOKENS = 1024
-
 
 def narrow_messages(graph: fx.GraphModule, along: Along, width: int, dtype: torch.dtype) -> fx.GraphModule:
     """Let what ranks add up behind products and experts travel in e4m3; in place, before the graph is bound; returns

@@ -15,11 +15,9 @@ from strata.graph.capture import operation_of
 from strata.graph.rewrite import fetch, follow, insert_after, insert_before
 from strata.kernels.linear.embedding import embedding, vocabulary_embedding
 from strata.kernels.moe.experts import biased_experts, local_experts
-from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
-from strata.kernels.norm.wide_norm import wide_rms_norm
+from strata.kernels.norm.norm import divided_rms_norm, mean_square, wide_rms_norm
 from strata.kernels.op import Operation
-from strata.kernels.recurrent.divided_gated_norm import divided_gated_rms_norm, gated_mean_square
-from strata.kernels.recurrent.gated_norm import gated_rms_norm
+from strata.kernels.recurrent.gated_norm import divided_gated_rms_norm, gated_mean_square, gated_rms_norm
 
 
 def shard(

@@ -13,8 +13,7 @@ from strata.comm.operations import pairwise_all_reduce
 from strata.comm.placement import Placement
 from strata.graph.capture import operation_of
 from strata.graph.rewrite import follow
-from strata.kernels.linear.linear import linear
-from strata.kernels.linear.sliced import MOST_SLICES, sliced_linear
+from strata.kernels.linear.linear import MOST_SLICES, linear, sliced_linear
 
 
 def slice_products(graph: fx.GraphModule, placements: Mapping[str, Placement], ranks: int) -> fx.GraphModule:

@@ -20,3 +20,8 @@ def in_whole_vectors(x: Tensor, run: Callable[[Tensor], object]) -> Tensor:
     for block in flat.split(_BLOCK):
         run(block)
     return flat[:count].view(x.shape)
+
+
+def in_blocks(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A function of single elements, computed in whole vectors."""
+    return lambda x: in_whole_vectors(x, lambda block: block.copy_(run(block)))

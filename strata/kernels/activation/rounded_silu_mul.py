@@ -81,20 +81,10 @@ def _fits(gate: Tensor, up: Tensor, kind: str, columns: int, static: float | Non
     return alike and gate.dtype != torch.float64 and whole and can_round(gate, kind, columns)
 
 
-def _kernels_of_both(gate: Tensor, up: Tensor, *rounding: Any) -> tuple[Any, ...]:
-    return silu_mul.bind("cuda").launches(gate, up) + round_rows.bind("cuda").launches(gate, *rounding)
-
-
 def _gated_bytes(gate: Tensor, up: Tensor, *rounding: Any) -> int:
     return gate.numel() * gate.element_size()
 
 
-if HAS_TRITON:
-    kernels = (rounded_silu_mul_kernel,)
-    silu_mul_round.implement("triton", "cuda", invariant=True, supports=_fits, kernels=kernels)(_triton)
-    # Of rows that are too long for a program.
-    both = silu_mul_round.implement(
-        "silu_mul, round_rows", "cuda", invariant=True, kernels=_kernels_of_both, scratch=_gated_bytes
-    )
-    assert silu_mul_round.parts is not None
-    both(silu_mul_round.parts)
+silu_mul_round.in_triton(_triton, invariant=True, supports=_fits, kernels=(rounded_silu_mul_kernel,))
+if HAS_TRITON:  # of rows that are too long for a program
+    silu_mul_round.unfused("silu_mul, round_rows", "cuda", invariant=True, scratch=_gated_bytes)

@@ -5,16 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.blocks import in_whole_vectors
-from strata.kernels.op import operation
+from strata.kernels.op import elementwise, operation
 
 
-def _scale_cost(x: Tensor, factor: float, *, workload: Workload) -> Cost:
-    return Cost(flops=x.numel(), read=x.nbytes, written=x.nbytes)
-
-
-@operation(_scale_cost, rowwise=True)
+@operation(elementwise(1), rowwise=True)
 def scale(x: Tensor, factor: float) -> Tensor:
     """`x * factor`, the factor rounded to x.dtype first, as transformers' Gemma3TextScaledWordEmbedding does.
 
@@ -23,18 +18,14 @@ def scale(x: Tensor, factor: float) -> Tensor:
     return x * torch.tensor(factor, dtype=x.dtype).item()
 
 
-@operation(_scale_cost, rowwise=True)
+@operation(elementwise(1), rowwise=True)
 def times(x: Tensor, factor: float) -> Tensor:
     """`x * factor`, computed in float32 and rounded once, as torch multiplies by a Python number. x of any shape."""
     return x * factor
 
 
-def _softcap_cost(x: Tensor, cap: float, *, workload: Workload) -> Cost:
-    # A division, an exponential with what makes it a tanh, a product.
-    return Cost(flops=6 * x.numel(), read=x.nbytes, written=x.nbytes)
-
-
-@operation(_softcap_cost, rowwise=True)
+# A division, an exponential with what makes it a tanh, a product.
+@operation(elementwise(6), rowwise=True)
 def softcap(x: Tensor, cap: float) -> Tensor:
     """`cap * tanh(x / cap)`, which keeps logits within -cap and cap (Gemma 2, Riviere et al. 2024). Like x."""
     return torch.tanh(x / cap) * cap
@@ -44,9 +35,8 @@ def _whole_tanh(x: Tensor, cap: float) -> Tensor:
     return in_whole_vectors(x / cap, torch.tanh_).mul_(cap)
 
 
-for _device in ("cpu", "cuda"):
-    scale.implement("torch", _device, invariant=True, differentiable=True)(scale.reference)
-    times.implement("torch", _device, invariant=True, differentiable=True)(times.reference)
-softcap.implement("torch", "cpu", differentiable=True)(softcap.reference)
+scale.by_definition("cpu", "cuda", invariant=True, differentiable=True)
+times.by_definition("cpu", "cuda", invariant=True, differentiable=True)
+softcap.by_definition("cpu", differentiable=True)
 softcap.implement("blocks", "cpu", invariant=True)(_whole_tanh)
-softcap.implement("torch", "cuda", invariant=True, differentiable=True)(softcap.reference)
+softcap.by_definition("cuda", invariant=True, differentiable=True)

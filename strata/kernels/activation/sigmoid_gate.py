@@ -9,7 +9,7 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.blocks import in_whole_vectors
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 
 def _cost(x: Tensor, gate: Tensor, *, workload: Workload) -> Cost:
@@ -69,8 +69,7 @@ def _fits(x: Tensor, gate: Tensor) -> bool:
     return x.dim() in (2, 3) and side_by_side and x.dtype != torch.float64
 
 
-sigmoid_gate.implement("torch", "cpu", differentiable=True)(sigmoid_gate.reference)
+sigmoid_gate.by_definition("cpu", differentiable=True)
 sigmoid_gate.implement("blocks", "cpu", invariant=True)(_blocks)
-if HAS_TRITON:
-    sigmoid_gate.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(sigmoid_gate_kernel,))(_triton)
-sigmoid_gate.implement("torch", "cuda", invariant=True, differentiable=True)(sigmoid_gate.reference)
+sigmoid_gate.in_triton(_triton, invariant=True, supports=_fits, kernels=(sigmoid_gate_kernel,))
+sigmoid_gate.by_definition("cuda", invariant=True, differentiable=True)

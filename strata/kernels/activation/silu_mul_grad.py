@@ -5,6 +5,7 @@ Importing this file registers them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,17 +101,14 @@ def _product_fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool
     return x.dim() == 2 and all_plain(x, weight)
 
 
-if HAS_TRITON:
-    _silu_mul = silu_mul.bind("cuda")
+def _gated(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *given: silu_mul_of_halves(product(*given))
 
-    silu_mul.implement("triton with gradients", "cuda", differentiable=True, supports=_fits)(_SiluMul.apply)
 
-    @linear_silu_mul.implement("linear, silu_mul with gradients", "cuda", differentiable=True, supports=_product_fits)
-    def _differentiable_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return silu_mul_of_halves(F.linear(x, weight, bias))
-
-    @linear_silu_mul_fp8.implement(
-        "linear_fp8, silu_mul with gradients", "cuda", differentiable=True, supports=lambda x, *_: all_plain(x)
-    )
-    def _differentiable_fp8_product(x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool) -> Tensor:
-        return silu_mul_of_halves(linear_fp8(x, weight, bias, per_row))
+_silu_mul = silu_mul.bind("cuda")
+for _operation, _name, _run, _supports in (
+    (silu_mul, "triton with gradients", _SiluMul.apply, _fits),
+    (linear_silu_mul, "linear, silu_mul with gradients", _gated(F.linear), _product_fits),
+    (linear_silu_mul_fp8, "linear_fp8, silu_mul with gradients", _gated(linear_fp8), lambda x, *_: all_plain(x)),
+):
+    _operation.in_triton(_run, _name, differentiable=True, supports=_supports)

@@ -21,7 +21,6 @@ from strata.kernels.attention import mixed as attention_mixed
 from strata.kernels.attention import train as attention_train
 from strata.kernels.attention.spec import AttentionCall
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON
 
 
 def _cost(call: AttentionCall, *, workload: Workload) -> Cost:
@@ -53,7 +52,7 @@ def _backward_cost(call: AttentionCall, *, workload: Workload) -> Cost:
     return Cost(2 * cost.flops, read, cost.read, cost.weights, cached=cost.cached)
 
 
-@operation(_cost, operands=AttentionCall, reads_state=True, backward=_backward_cost)
+@operation(_cost, operands=AttentionCall, reads_state=True, attends=True, backward=_backward_cost)
 def attention(call: AttentionCall) -> Tensor:
     """Each query over the keys of its own sequence at its own position and before.
 
@@ -104,12 +103,15 @@ def _packed(call: AttentionCall) -> bool:
 attention.implement("tiled", "cpu", supports=_in_pools)(attention_cpu.paged)
 attention.implement("packed", "cpu", differentiable=True, supports=_packed)(attention_train.packed)
 attention.implement("fixed tiles", "cpu", invariant=True)(attention_exact.attend_exact)
-if HAS_TRITON:
-    for _name, _of in (("mixed", attention_mixed), ("triton", attention_cuda)):
-        attention.implement(_name, "cuda", supports=_of.supports, kernels=_of.kernels, scratch=_of.scratch)(_of.attend)
-    attention.implement(
-        "triton fixed", "cuda", invariant=True, supports=attention_fixed.supports, kernels=attention_fixed.kernels
-    )(attention_fixed.attend)
+for _name, _of in (("mixed", attention_mixed), ("triton", attention_cuda)):
+    attention.in_triton(_of.attend, _name, supports=_of.supports, kernels=_of.kernels, scratch=_of.scratch)
+attention.in_triton(
+    attention_fixed.attend,
+    "triton fixed",
+    invariant=True,
+    supports=attention_fixed.supports,
+    kernels=attention_fixed.kernels,
+)
 attention.implement("cudnn", "cuda", differentiable=True, supports=attention_train.dense_supports)(
     attention_train.dense
 )

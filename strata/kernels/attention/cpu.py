@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from strata.kernels.attention.cpu_plan import AttentionPlan, DecodeGroup, PromptChunk, plan
-from strata.kernels.attention.spec import AttentionCall
+from strata.kernels.attention.spec import AttentionCall, pages_of
 from strata.kernels.state.paged import PagedKV
 
 
@@ -42,8 +42,7 @@ def paged(call: AttentionCall) -> Tensor:
     Of pools in 8 bits, all pages of the batch are widened first.
     """
     q, k, v, batch, spec, sinks = call
-    pages, layer, scale = batch.pages, spec.layer, spec.scale
-    assert pages is not None
+    pages, layer, scale = pages_of(batch), spec.layer, spec.scale
     made = _plan(pages, batch.offsets, q.dtype, spec.window)
     work = made.schedules[spec.window]
     pools = (pages.keys[layer], pages.values[layer]) if made.used is None else pages.rows(layer, made.used, q.dtype)

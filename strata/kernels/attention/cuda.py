@@ -12,7 +12,7 @@ from torch import Tensor
 
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention.softmax_triton import SEGMENT_KEYS, SEGMENTS
-from strata.kernels.attention.spec import AttentionCall, AttentionOperands, AttentionSpec, PackedBatch
+from strata.kernels.attention.spec import AttentionCall, AttentionOperands, AttentionSpec, PackedBatch, pages_of
 from strata.kernels.attention.varlen_triton import LOG2_E, attention_kernel, head_pad, invariant_tile, mixed_tile
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import next_power_of_2
@@ -56,18 +56,16 @@ def all_decode(call: AttentionOperands) -> bool:
 
 def decode_kernels(call: AttentionOperands, decodes: int, chosen: int | None = None) -> tuple[Any, ...]:
     """What the first sequences of a step launch, over so many chosen pages of each or all."""
-    assert call.batch.pages is not None
     sizes = call.q.shape[1], call.q.shape[2], call.k.shape[1]
-    return decode_attention_cuda.kernels(call.q, *sizes, call.batch.pages, decodes, chosen)
+    return decode_attention_cuda.kernels(call.q, *sizes, pages_of(call.batch), decodes, chosen)
 
 
 def decode_scratch(call: AttentionOperands, decodes: int) -> int:
     """What the splits of the first sequences of a step wait in."""
     if not decodes:
         return 0
-    assert call.batch.pages is not None
     sizes = call.q.shape[1], call.q.shape[2], call.k.shape[1]
-    return decode_attention_cuda.scratch(call.q, *sizes, call.batch.pages, decodes)
+    return decode_attention_cuda.scratch(call.q, *sizes, pages_of(call.batch), decodes)
 
 
 def kernels(call: AttentionOperands) -> tuple[Any, ...]:

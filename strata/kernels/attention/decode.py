@@ -11,11 +11,10 @@ from torch import Tensor
 from strata.hardware.roofline import Cost
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention.attention import attention
-from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, PackedBatch
+from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, PackedBatch, pages_of
 from strata.kernels.fused import Run, fused
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.qk_rope_kv_write import HeadsCall, qk_rope_kv_write
-from strata.kernels.triton_import import HAS_TRITON
 
 
 class DecodeCall(NamedTuple):
@@ -38,8 +37,7 @@ class DecodeCall(NamedTuple):
 
     @property
     def pages(self) -> PagedKV:
-        assert self.batch.pages is not None
-        return self.batch.pages
+        return pages_of(self.batch)
 
     @property
     def unwritten(self) -> HeadsCall:
@@ -53,7 +51,7 @@ def _saved(call: DecodeCall) -> Cost:
     return Cost(read=call.product.shape[0] * call.heads.kv_heads * call.cos.shape[-1] * values.element_size())
 
 
-@fused(operands=DecodeCall, mutates=("batch",), reads_state=True, saved=_saved)
+@fused(operands=DecodeCall, mutates=("batch",), reads_state=True, attends=True, saved=_saved)
 def decode_attention(run: Run, call: DecodeCall) -> Tensor:
     """Queries, keys and values of one token a sequence are finished and written; each query sees its own sequence.
 
@@ -66,9 +64,10 @@ def decode_attention(run: Run, call: DecodeCall) -> Tensor:
 
 def _triton(call: DecodeCall) -> Tensor:
     product, q_weight, k_weight, cos, sin, batch, heads, spec, sinks = call
-    assert batch.pages is not None
     unfinished = decode_attention_cuda.Unfinished(q_weight, k_weight, heads.eps, cos, sin)
-    return decode_attention_cuda.decode(product, heads.heads, cos.shape[-1], batch.pages, spec, unfinished, sinks=sinks)
+    return decode_attention_cuda.decode(
+        product, heads.heads, cos.shape[-1], pages_of(batch), spec, unfinished, sinks=sinks
+    )
 
 
 def _of_decodes(count: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,8 +82,7 @@ def _of_decodes(count: Callable[..., Any]) -> Callable[..., Any]:
 
 def _fits(call: DecodeCall) -> bool:
     product, _, _, cos, sin, batch, heads, spec = call[:8]
-    pages = batch.pages
-    assert pages is not None
+    pages = pages_of(batch)
     head_dim, pools = cos.shape[-1], (pages.keys[spec.layer], pages.values[spec.layer])
     return (
         product.dtype in (torch.bfloat16, torch.float16)
@@ -98,30 +96,11 @@ def _fits(call: DecodeCall) -> bool:
     )
 
 
-def _composed(device: str) -> Callable[..., Tensor]:
-    """The two operations one after the other, each by what suits it on the device."""
-    finish, attend = qk_rope_kv_write.bind(device), attention.bind(device)
-
-    def run(call: DecodeCall) -> Tensor:
-        result: Tensor = attend(*finish(*call.unwritten), call.batch, call.spec, call.sinks)
-        return result
-
-    return run
-
-
-def _composed_kernels(call: DecodeCall) -> tuple[str, ...]:
-    finish, attend = qk_rope_kv_write.bind("cuda"), attention.bind("cuda")
-    attended = *qk_rope_kv_write.meta(*call.unwritten), call.batch, call.spec, call.sinks
-    return finish.launches(*call.unwritten) + attend.launches(*attended)
-
-
-decode_attention.implement("composed", "cpu")(_composed("cpu"))
-if HAS_TRITON:
-    decode_attention.implement(
-        "triton",
-        "cuda",
-        supports=_fits,
-        kernels=_of_decodes(decode_attention_cuda.kernels),
-        scratch=_of_decodes(decode_attention_cuda.scratch),
-    )(_triton)
-decode_attention.implement("composed", "cuda", kernels=_composed_kernels)(_composed("cuda"))
+decode_attention.in_triton(
+    _triton,
+    supports=_fits,
+    kernels=_of_decodes(decode_attention_cuda.kernels),
+    scratch=_of_decodes(decode_attention_cuda.scratch),
+)
+for _device in ("cpu", "cuda"):
+    decode_attention.unfused("composed", _device)

@@ -19,7 +19,7 @@ from strata.kernels.attention import cuda as attention_cuda
 from strata.kernels.attention import cudnn_prompts
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention.prompt_keys import gather_prompt_keys_kernel, prompt_keys_bytes
-from strata.kernels.attention.spec import AttentionCall, AttentionOperands, AttentionSpec
+from strata.kernels.attention.spec import AttentionCall, AttentionOperands, AttentionSpec, pages_of
 from strata.kernels.attention.varlen_triton import attention_kernel
 from strata.kernels.attention.virtual_sequences import VirtualSequences, gathered_keys
 from strata.kernels.op import CUDNN
@@ -38,8 +38,7 @@ def supports(call: AttentionOperands) -> bool:
 
 
 def kernels(call: AttentionCall) -> tuple[Any, ...]:
-    pages = call.batch.pages
-    assert pages is not None
+    pages = pages_of(call.batch)
     decodes = attention_cuda.decode_kernels(call, may_decode(pages))
     return (*decodes, *prompt_kernels(call))
 
@@ -54,8 +53,7 @@ def prompt_kernels(call: AttentionCall) -> tuple[Any, ...]:
 
 def scratch(call: AttentionCall) -> int:
     """What the splits of decodes wait in, and, once these are joined, the keys and values of prompts."""
-    pages = call.batch.pages
-    assert pages is not None
+    pages = pages_of(call.batch)
     decodes = attention_cuda.decode_scratch(call, may_decode(pages))
     virtual = _virtual(call)
     if virtual is None or virtual.rows.fresh:
@@ -74,8 +72,7 @@ def may_decode(pages: PagedKV) -> int:
 
 def _virtual(call: AttentionCall) -> VirtualSequences | None:
     """The prompts as cuDNN attends for them; None if the kernel over pages does."""
-    pages = call.batch.pages
-    assert pages is not None
+    pages = pages_of(call.batch)
     assert pages.parts is not None
     return pages.parts.virtual if cudnn_prompts.takes(pages, call.spec, call.sinks) else None
 
@@ -87,8 +84,7 @@ def _decode(out: Tensor, q: Tensor, pages: PagedKV, spec: AttentionSpec, sinks: 
 def attend(call: AttentionCall, decode: Callable[..., None] = _decode) -> Tensor:
     """decode: what attends for the sequences that decode, by the names of `_decode`."""
     q, k, v, batch, spec, sinks = call
-    pages = batch.pages
-    assert pages is not None
+    pages = pages_of(batch)
     parts = pages.parts
     assert parts is not None
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -55,6 +55,12 @@ class PackedBatch(Protocol):
     def pages(self) -> PagedKV | None: ...
 
 
+def pages_of(batch: PackedBatch) -> PagedKV:
+    """Those of a batch that has some."""
+    assert batch.pages is not None
+    return batch.pages
+
+
 class AttentionCall(NamedTuple):
     """The operands of `attention`.
 

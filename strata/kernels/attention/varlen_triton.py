@@ -11,14 +11,15 @@ from functools import partial
 
 import torch
 
-from strata.kernels.attention.query_tiles import queries_of_tile, with_queries
 from strata.kernels.attention.softmax_triton import (
     attend_block,
     join_segments,
     join_sink,
     no_keys,
+    queries_of_tile,
     segment_at,
     segment_start,
+    with_queries,
 )
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.triton_import import jit, tl

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 # Queries of a virtual sequence. With twice as many the device is left with fewer programs than it can hold.
 QUERIES = 1024
@@ -139,7 +139,7 @@ def virtual_sequences(offsets: Tensor, lengths: Tensor, bounds: Tensor, rows: Ro
     return result
 
 
-virtual_sequences.implement("torch", "cpu", invariant=True)(virtual_sequences.reference)
+virtual_sequences.by_definition("cpu", invariant=True)
 
 
 @partial(jit, unspecialized=("offsets", "lengths", "bounds", "sequences"))
@@ -224,5 +224,4 @@ def launched(offsets: Tensor, lengths: Tensor, bounds: Tensor, rows: Rows) -> Te
     return result
 
 
-if HAS_TRITON:
-    virtual_sequences.implement("triton", "cuda", invariant=True, kernels=(virtual_sequences_kernel,))(launched)
+virtual_sequences.in_triton(launched, invariant=True, kernels=(virtual_sequences_kernel,))

@@ -18,7 +18,7 @@ from __future__ import annotations
 from functools import partial
 
 from strata.kernels.grid_sizes import next_power_of_2
-from strata.kernels.triton_import import HAS_TRITON, gdc_launch_dependents, gdc_wait, jit, tl
+from strata.kernels.triton_import import constant, gdc_launch_dependents, gdc_wait, jit, tl
 
 # How many programs may wait at once: less than the multiprocessors of a device.
 PROGRAMS = 128
@@ -29,9 +29,7 @@ TWO_SHOT_WORDS = 2 << 20
 # Words of a program in one shot, and its warps.
 ONE_SHOT_TILES = ((1024, 4), (4096, 8))
 TWO_SHOT_TILE = (2048, 8)
-_PROGRAMS, _PACKETS, _TWO_SHOT_WORDS = (
-    tl.constexpr(number) if HAS_TRITON else number for number in (PROGRAMS, PACKETS, TWO_SHOT_WORDS)
-)
+_PROGRAMS, _PACKETS, _TWO_SHOT_WORDS = map(constant, (PROGRAMS, PACKETS, TWO_SHOT_WORDS))
 
 
 @jit

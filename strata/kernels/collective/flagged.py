@@ -20,15 +20,13 @@ from strata.kernels.collective.all_reduce import (
     store_normed,
     tell,
 )
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import constant, jit, tl
 
 # How many programs may wait at once: two on each multiprocessor of a device, of whose threads they take a quarter.
 FLAGGED_PROGRAMS = 256
 # Words of the largest message; a program has an equal part of the room.
 FLAGGED_WORDS = 1 << 20
-_PROGRAMS, _ROOM = (
-    tl.constexpr(number) if HAS_TRITON else number for number in (FLAGGED_PROGRAMS, FLAGGED_WORDS // FLAGGED_PROGRAMS)
-)
+_PROGRAMS, _ROOM = map(constant, (FLAGGED_PROGRAMS, FLAGGED_WORDS // FLAGGED_PROGRAMS))
 
 
 @partial(jit, unspecialized=("rank", "rows"))

@@ -21,7 +21,7 @@ from strata.kernels.quant.dequantize import E4M3_CAPABILITY
 from strata.kernels.state.rounded_rows import round_rows, widen_rows
 from strata.kernels.state.rounded_triton import powers_of, rounding_constants
 from strata.kernels.state.rounded_triton import round_rows as rounded_in_kernel
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 GROUP = 128
 _E4M3 = torch.float8_e4m3fn
@@ -225,7 +225,5 @@ for _operation, _kernel, _run in (
     (sum_parts, round_parts_kernel, _sum),
     (widen_parts, widen_parts_kernel, _widen),
 ):
-    if HAS_TRITON:
-        _operation.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(_kernel,))(_run)
-    for _device in ("cpu", "cuda"):
-        _operation.implement("torch", _device, invariant=True)(_operation.reference)
+    _operation.in_triton(_run, invariant=True, supports=_fits, kernels=(_kernel,))
+    _operation.by_definition("cpu", "cuda", invariant=True)

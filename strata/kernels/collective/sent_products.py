@@ -37,9 +37,9 @@ from strata.kernels.collective.all_reduce import (
     send_packets,
     store_normed,
 )
-from strata.kernels.triton_import import HAS_TRITON, gdc_launch_dependents, gdc_wait, jit, tl
+from strata.kernels.triton_import import constant, gdc_launch_dependents, gdc_wait, jit, tl
 
-_PACKETS = tl.constexpr(PACKETS) if HAS_TRITON else PACKETS
+_PACKETS = constant(PACKETS)
 
 
 @jit

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher, CudaUtils, libcuda_dirs
 from triton.runtime.cache import triton_key
 
-from strata.kernels.compiling.variant import Variant
+from strata.kernels.compiling.noting import Variant
 
 # Where a variant's text lies in the file that all share, how long it is, and whether its launcher is compiled too. No
 # length: what loads kernels is compiled.

@@ -20,7 +20,6 @@ from strata.kernels.latent import cuda as latent_cuda
 from strata.kernels.latent import expanded_cuda
 from strata.kernels.latent.forms import LatentCall, alike, expanded
 from strata.kernels.op import CUBLAS, operation
-from strata.kernels.triton_import import HAS_TRITON
 
 # Of the implementations for CUDA, by which a benchmark finds them.
 ABSORBED, PROMPTS_EXPANDED = "triton", "triton, prompts expanded"
@@ -44,7 +43,7 @@ def _meta(call: LatentCall) -> Tensor:
     return call.q.new_empty((call.q.shape[0], call.dims.heads, call.dims.value), device="meta")
 
 
-@operation(_cost, operands=LatentCall, meta=_meta, reads_state=True)
+@operation(_cost, operands=LatentCall, meta=_meta, reads_state=True, attends=True)
 def latent_attention(call: LatentCall) -> Tensor:
     """Each query over the rows of its own sequence at its own position and before.
 
@@ -88,18 +87,25 @@ def _expanded(call: LatentCall) -> Tensor:
 latent_attention.implement("by sequence", "cpu", supports=latent_cpu.supports)(latent_cpu.paged)
 latent_attention.implement("expanded", "cpu", differentiable=True, supports=_packed)(_expanded)
 latent_attention.implement("fixed tiles", "cpu", invariant=True)(latent_cpu.fixed_tiles)
-if HAS_TRITON:
-    latent_attention.implement(
-        PROMPTS_EXPANDED,
-        "cuda",
-        supports=expanded_cuda.supports,
-        kernels=expanded_cuda.kernels,
-        scratch=expanded_cuda.scratch,
-    )(expanded_cuda.attend)
-    latent_attention.implement(
-        ABSORBED, "cuda", supports=latent_cuda.supports, kernels=latent_cuda.kernels, scratch=latent_cuda.scratch
-    )(latent_cuda.attend)
-    latent_attention.implement(
-        "triton fixed", "cuda", invariant=True, supports=latent_cuda.supports, kernels=latent_cuda.FIXED_KERNELS
-    )(latent_cuda.attend_fixed)
+latent_attention.in_triton(
+    expanded_cuda.attend,
+    PROMPTS_EXPANDED,
+    supports=expanded_cuda.supports,
+    kernels=expanded_cuda.kernels,
+    scratch=expanded_cuda.scratch,
+)
+latent_attention.in_triton(
+    latent_cuda.attend,
+    ABSORBED,
+    supports=latent_cuda.supports,
+    kernels=latent_cuda.kernels,
+    scratch=latent_cuda.scratch,
+)
+latent_attention.in_triton(
+    latent_cuda.attend_fixed,
+    "triton fixed",
+    invariant=True,
+    supports=latent_cuda.supports,
+    kernels=latent_cuda.FIXED_KERNELS,
+)
 latent_attention.implement("expanded", "cuda", differentiable=True, supports=_packed, kernels=(CUBLAS,))(_expanded)

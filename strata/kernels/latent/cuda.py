@@ -1,23 +1,98 @@
 """Latent attention over pages on CUDA with absorbed queries: grids follow from shapes alone, so that a step can
-be recorded in a CUDA graph, and which sequences are prompts only the device knows there."""
+be recorded in a CUDA graph, and which sequences are prompts only the device knows there.
+
+`LatentTile`: how the kernels divide their work. Decodes of up to 16 heads were measured on an H200
+(`python -m benchmarks.latent.decodes --tiles`), all else was chosen by what registers and shared memory of a Hopper
+hold.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import e, log2
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch
-from strata.kernels.grid_sizes import ceil_div
+from strata.kernels.attention.spec import AttentionSpec, PackedBatch, pages_of
+from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.latent.forms import Dims, KeptLatentCall, LatentCall, by_head
-from strata.kernels.latent.head_product import head_product, head_product_kernel
-from strata.kernels.latent.kernels_triton import latent_decode_kernel, latent_join_kernel, latent_prompt_kernel
-from strata.kernels.latent.tiles import LatentTile, constants, decode_tile, prompt_tile
+from strata.kernels.latent.kernels_triton import (
+    head_product,
+    head_product_kernel,
+    latent_decode_kernel,
+    latent_join_kernel,
+    latent_prompt_kernel,
+)
 from strata.kernels.op import CUBLAS
 from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 from strata.kernels.state.paged import PagedKV
+
+_PROCESSORS = 132
+# A program needs much of a multiprocessor's memory, so more than two for each find no place.
+_PROGRAMS = 2 * _PROCESSORS
+_MOST_SPLITS = 64
+# Even where there are many sequences, one may be much longer than the others.
+_LEAST_SPLITS = 4
+_SPLIT_ROWS = 256
+
+
+@dataclass(frozen=True)
+class LatentTile:
+    """heads: of a program; queries: rows of its tile, heads times tokens. rows: of a block of latents; warps, stages:
+    of a program and of its pipeline. split: the fewest rows that are worth a program. splits: the most of a sequence.
+    """
+
+    heads: int
+    queries: int
+    rows: int
+    warps: int
+    stages: int
+    split: int = 0
+    splits: int = 1
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+def prompt_tile(heads: int, rank: int, dtype: torch.dtype) -> LatentTile:
+    """The same for any batch: the bits of a result depend on it."""
+    if dtype == torch.float32:
+        return LatentTile(min(16, next_power_of_2(heads)), 16, 16, 8, 1)
+    return LatentTile(min(64, next_power_of_2(heads)), 64, 32, 8, 2)
+
+
+def decode_tile(heads: int, rank: int, dtype: torch.dtype, sequences: int, most: int) -> LatentTile:
+    """For so many sequences of at most `most` rows. A matrix instruction has 16 rows at least."""
+    together = max(16, min(64, next_power_of_2(heads)))
+    if dtype == torch.float32:
+        together = 16
+    programs = max(1, sequences) * ceil_div(heads, together)
+    wanted = max(_LEAST_SPLITS, _PROGRAMS // programs)
+    splits = max(1, min(_MOST_SPLITS, wanted, ceil_div(most, _SPLIT_ROWS)))
+    if dtype == torch.float32:
+        return LatentTile(together, together, 16, 8, 1, _SPLIT_ROWS, splits)
+    if together > 16:
+        return LatentTile(together, together, 32, 8, 2, _SPLIT_ROWS, splits)
+    # With three stages a program has a multiprocessor for itself, with two it has another beside it.
+    return LatentTile(together, together, 64, 4, 3 if programs * splits <= _PROCESSORS else 2, _SPLIT_ROWS, splits)
+
+
+def constants(dims: Dims, page_size: int, tile: LatentTile) -> dict[str, int]:
+    """What the kernels of prompts and of decodes have in common."""
+    return {
+        "HEADS": dims.heads,
+        "RANK": dims.rank,
+        "RANK_PAD": max(16, next_power_of_2(dims.rank)),
+        "ROPE": dims.rope,
+        "ROPE_PAD": max(16, next_power_of_2(dims.rope)),
+        "PAGE_SIZE": page_size,
+        "BLOCK_HEADS": tile.heads,
+        "BLOCK_N": tile.rows,
+    }
+
 
 FIXED_KERNELS = (head_product_kernel, latent_prompt_kernel, head_product_kernel)
 
@@ -38,8 +113,7 @@ class LatentStep(NamedTuple):
 
     @staticmethod
     def of(q: Tensor, batch: PackedBatch) -> LatentStep:
-        pages = batch.pages
-        assert pages is not None
+        pages = pages_of(batch)
         sequences, parts = pages.tables.shape[0], pages.parts
         if batch.longest == 1 and q.shape[0] == sequences:
             return LatentStep(sequences, pages.lengths, None)
@@ -99,12 +173,17 @@ def scratch(call: LatentCall) -> int:
 
 def attend(call: LatentCall) -> Tensor:
     """Decodes, which are the first sequences of a batch, have their rows divided; a tile has queries of the others."""
-    q, _, weight, batch, spec = call
-    keys, values = by_head(weight, call.dims)
+    mixed, values = in_latents(call.q, call, LatentStep.of(call.q, call.batch))
+    return torch.bmm(mixed.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
+
+
+def in_latents(q: Tensor, call: LatentCall, split: LatentStep, *, continued: bool = False) -> tuple[Tensor, Tensor]:
+    """What the first queries of a call find in the space of the latents, by `absorbed`, and what makes values of it."""
+    keys, values = by_head(call.weight, call.dims)
     latent = torch.bmm(q[..., : call.dims.nope].transpose(0, 1), keys).transpose(0, 1)
-    out = torch.empty_strided(latent.shape, latent.stride(), dtype=q.dtype, device=q.device)
-    absorbed(out, latent, q, batch, spec, call.dims, LatentStep.of(q, batch))
-    return torch.bmm(out.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
+    mixed = torch.empty_strided(latent.shape, latent.stride(), dtype=q.dtype, device=q.device)
+    absorbed(mixed, latent, q, call.batch, call.spec, call.dims, split, continued=continued)
+    return mixed, values
 
 
 def attend_fixed(call: LatentCall) -> Tensor:
@@ -156,8 +235,7 @@ def absorbed(
     continued: bool = False,
 ) -> None:
     """`decode` and `prompts` of a step's sequences, whichever it has."""
-    pages = batch.pages
-    assert pages is not None
+    pages = pages_of(batch)
     decode(out, latent, q, pages, split.lengths[: split.decodes], spec, dims, sums, kept)
     if split.starts is not None and not (continued and split.begin):
         where = split.starts, split.bounds

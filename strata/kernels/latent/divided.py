@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.attention.divided import kept_cpu
+from strata.kernels.attention.divided import kept
 from strata.kernels.attention.divided.gathered import over_gathered
 from strata.kernels.attention.divided.kept import kept_attention, pairs_and_keys
 from strata.kernels.attention.spec import KeptCall, Sequences
@@ -18,7 +18,6 @@ from strata.kernels.latent import cuda as latent_cuda
 from strata.kernels.latent.attention import latent_attention
 from strata.kernels.latent.forms import KeptLatentCall
 from strata.kernels.op import ATEN, CUBLAS, operation
-from strata.kernels.triton_import import HAS_TRITON
 
 
 def _parts(weight: Tensor, heads: int, value: int) -> tuple[Tensor, Tensor]:
@@ -74,9 +73,9 @@ def expand_values(mixed: Tensor, weight: Tensor, value: int) -> Tensor:
 
 
 for _product in (absorb_queries, expand_values):
-    _product.implement("torch", "cpu")(_product.reference)
-absorb_queries.implement("torch", "cuda", kernels=(CUBLAS, ATEN))(absorb_queries.reference)
-expand_values.implement("torch", "cuda", kernels=(CUBLAS,))(expand_values.reference)
+    _product.by_definition("cpu")
+absorb_queries.by_definition("cuda", kernels=(CUBLAS, ATEN))
+expand_values.by_definition("cuda", kernels=(CUBLAS,))
 
 
 def _as_keys(call: KeptLatentCall) -> KeptCall:
@@ -113,21 +112,19 @@ def kept_latent_attention(call: KeptLatentCall) -> tuple[Tensor, Tensor]:
 
 
 def _cpu_supports(call: KeptLatentCall) -> bool:
-    return call.batch.pages is not None and kept_cpu.supports(_as_keys(call))
+    return call.batch.pages is not None and kept.supports_on_cpu(_as_keys(call))
 
 
 def _on_cpu(call: KeptLatentCall) -> tuple[Tensor, Tensor]:
-    mixed, sums = kept_cpu.attend(_as_keys(call))
+    mixed, sums = kept.attend_on_cpu(_as_keys(call))
     return mixed[..., : call.rank], sums
 
 
 kept_latent_attention.implement("by sequence", "cpu", supports=_cpu_supports)(_on_cpu)
-if HAS_TRITON:
-    kept_latent_attention.implement(
-        "triton",
-        "cuda",
-        supports=latent_cuda.dcp_supports,
-        kernels=latent_cuda.dcp_kernels,
-        scratch=latent_cuda.dcp_scratch,
-    )(latent_cuda.attend_dcp)
+kept_latent_attention.in_triton(
+    latent_cuda.attend_dcp,
+    supports=latent_cuda.dcp_supports,
+    kernels=latent_cuda.dcp_kernels,
+    scratch=latent_cuda.dcp_scratch,
+)
 gathered_latent_attention = over_gathered(latent_attention)

@@ -19,9 +19,9 @@ from strata.kernels.attention.spec import AttentionSpec, PackedBatch
 from strata.kernels.attention.varlen_triton import Tile
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.latent import cuda as latent_cuda
-from strata.kernels.latent.cuda import LatentStep, absorbed
+from strata.kernels.latent.cuda import LatentStep, in_latents
 from strata.kernels.latent.expanded_triton import expanded_constants, expanded_prompt_kernel, expanded_tile
-from strata.kernels.latent.forms import Dims, LatentCall, by_head
+from strata.kernels.latent.forms import Dims, LatentCall
 from strata.kernels.op import CUBLAS
 from strata.kernels.state.paged import PagedKV
 
@@ -69,11 +69,7 @@ def _absorbed(result: Tensor, call: LatentCall, split: LatentStep) -> None:
     """Decodes and prompts with tokens from before the step, into result [tokens, heads, value] of the first rows."""
     if not len(result):
         return
-    q, dims = call.q[: len(result)], call.dims
-    keys, values = by_head(call.weight, dims)
-    latent = torch.bmm(q[..., : dims.nope].transpose(0, 1), keys).transpose(0, 1)
-    mixed = torch.empty_strided(latent.shape, latent.stride(), dtype=q.dtype, device=q.device)
-    absorbed(mixed, latent, q, call.batch, call.spec, dims, split, continued=True)
+    mixed, values = in_latents(call.q[: len(result)], call, split, continued=True)
     torch.bmm(mixed.transpose(0, 1), values.transpose(1, 2), out=result.transpose(0, 1))
 
 

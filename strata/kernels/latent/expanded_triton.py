@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from strata.kernels.attention.query_tiles import queries_of_tile, with_queries
+from strata.kernels.attention.softmax_triton import queries_of_tile, with_queries
 from strata.kernels.attention.varlen_triton import Tile
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.latent.forms import Dims

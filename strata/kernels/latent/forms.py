@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch
+from strata.kernels.attention.spec import AttentionSpec, PackedBatch, pages_of
 from strata.kernels.state.kept_keys import KeptKeys
 from strata.kernels.state.paged import PagedKV
 
@@ -74,8 +74,7 @@ class LatentCall(NamedTuple):
 
     @property
     def pages(self) -> PagedKV:
-        assert self.batch.pages is not None
-        return self.batch.pages
+        return pages_of(self.batch)
 
 
 class KeptLatentCall(NamedTuple):
@@ -91,8 +90,7 @@ class KeptLatentCall(NamedTuple):
 
     @property
     def pages(self) -> PagedKV:
-        assert self.batch.pages is not None
-        return self.batch.pages
+        return pages_of(self.batch)
 
 
 def visible(new: int, total: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 
 def _cost(tokens: Tensor, weight: Tensor, first: int = 0, *, workload: Workload) -> Cost:
@@ -105,7 +105,5 @@ def _gather(tokens: Tensor, weight: Tensor) -> Tensor:
 
 
 for _operation, _by_torch in ((embedding, _gather), (vocabulary_embedding, vocabulary_embedding.reference)):
-    if HAS_TRITON:
-        _operation.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(embedding_kernel,))(_triton)
-    for _device in ("cpu", "cuda"):
-        _operation.implement("gather", _device, invariant=True)(_by_torch)
+    _operation.in_triton(_triton, invariant=True, supports=_fits, kernels=(embedding_kernel,))
+    _operation.implement("gather", "cpu", "cuda", invariant=True)(_by_torch)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.choose import thresholds
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear.packed.in_8_bits import has_rounded_kernel, has_scales_of_rows, takes_rounded
@@ -23,10 +24,7 @@ from strata.kernels.linear.packed.split_product import (
 from strata.kernels.op import CUBLAS, operation
 from strata.kernels.quant.fp8 import library_product
 from strata.kernels.quant.packed import PackedWeight, Scheme, product_of, spread, wide_scales
-from strata.kernels.triton_import import HAS_TRITON
-
-if HAS_TRITON:
-    from triton.tools.tensor_descriptor import TensorDescriptor
+from strata.kernels.triton_import import HAS_TRITON, TensorDescriptor
 
 
 class RoundedCall(NamedTuple):
@@ -113,9 +111,10 @@ def by_split_k(call: RoundedCall) -> Tensor:
 
 def _split_tile(x: Tensor, weight: PackedWeight) -> SplitTile | None:
     out, width = weight.shape
-    if weight.columns or not HAS_TRITON:
+    rows = x.numel() // width
+    if weight.columns or not HAS_TRITON or rows > thresholds(x.device).split_rows:
         return None
-    return split_tile(x.numel() // width, out, width, DeviceLimits.of(x.device).processors)
+    return split_tile(rows, out, width, DeviceLimits.of(x.device).processors)
 
 
 def _divides(x: Tensor, weight: PackedWeight) -> bool:

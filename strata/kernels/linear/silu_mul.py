@@ -6,7 +6,6 @@ burst reaches 800. What is saved is the product's way to memory and back, 2.6 % 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,11 +19,9 @@ from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear.fixed import Tile, tile_at
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.skinny import SkinnyProduct, implement_few_rows
+from strata.kernels.op import has_packed
 from strata.kernels.quant.packed import PackedWeight
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
-
-if HAS_TRITON:
-    from triton.tools.tensor_descriptor import TensorDescriptor
+from strata.kernels.triton_import import TensorDescriptor, jit, tl
 
 
 @fused(rowwise=True, product=True, gated=True, packable=(1,))
@@ -118,33 +115,14 @@ def _product(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = Non
     return SkinnyProduct(x.reshape(-1, x.shape[-1]), weight, bias, gated=True)
 
 
-_silu_mul = silu_mul.bind("cuda")
-
-
-def _in_parts(packed: bool) -> Callable[..., Tensor]:
-    """Register the product and then the gating, which is returned."""
-    product = linear.bind("cuda", packed=packed)
-
-    def run(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
-        gate, up = product(x, weight, bias).chunk(2, -1)
-        result: Tensor = _silu_mul(gate, up)
-        return result
-
-    def kernels(*given: Any) -> tuple[str, ...]:
-        half = linear_silu_mul.meta(*given)
-        return product.launches(*given) + _silu_mul.launches(half, half)
-
-    def scratch(*given: Any) -> int:
-        """Of the product, and what it takes itself where that is more than the halves' result."""
-        result: int = linear_silu_mul.meta(*given).nbytes
-        return 2 * result + max(0, product.scratch(*given) - result)
-
-    linear_silu_mul.implement("linear, silu_mul", "cuda", kernels=kernels, packed=packed, scratch=scratch)(run)
-    return run
+def _scratch(*given: Any) -> int:
+    """Of the product, and what it takes itself where that is more than the halves' result."""
+    result: int = linear_silu_mul.meta(*given).nbytes
+    return 2 * result + max(0, linear.bind("cuda", packed=has_packed(given)).scratch(*given) - result)
 
 
 implement_few_rows(linear_silu_mul, _product)
-if HAS_TRITON:
-    linear_silu_mul.implement("triton", "cuda", supports=_fits, kernels=(linear_silu_mul_kernel,))(_triton)
-one_after_the_other = _in_parts(packed=False)
-_in_parts(packed=True)
+linear_silu_mul.in_triton(_triton, supports=_fits, kernels=(linear_silu_mul_kernel,))
+one_after_the_other, _ = (
+    linear_silu_mul.unfused("linear, silu_mul", "cuda", packed=packed, scratch=_scratch) for packed in (False, True)
+)

@@ -26,8 +26,7 @@ from strata.kernels.choose import thresholds
 from strata.kernels.device_limits import LEAST_CAPABILITY, DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear.packed import few_rows
-from strata.kernels.linear.skinny_candidates import candidates
-from strata.kernels.linear.skinny_tiles import MOST_ROWS, SkinnyTile, Tiles, aligned, device_tiles
+from strata.kernels.linear.skinny_tiles import MOST_ROWS, SkinnyTile, Tiles, aligned, candidates, device_tiles
 from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.triton_import import HAS_TRITON
 from strata.kernels.tuned import row_bucket

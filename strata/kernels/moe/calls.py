@@ -6,7 +6,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from strata.kernels.activation.clamped_swiglu import Clamp
+from strata.kernels.activation.silu_mul import Clamp
 from strata.kernels.quant.packed import PackedWeight
 
 Weight = TypeVar("Weight", Tensor, PackedWeight)

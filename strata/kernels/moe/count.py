@@ -9,7 +9,7 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 
 def _cost(chosen: Tensor, slot_mapping: Tensor, totals: Tensor, layer: int, *, workload: Workload) -> Cost:
@@ -30,7 +30,7 @@ def count_choices(chosen: Tensor, slot_mapping: Tensor, totals: Tensor, layer: i
 
 
 # Sums of integers are the same in any order.
-count_choices.implement("torch", "cpu", invariant=True)(count_choices.reference)
+count_choices.by_definition("cpu", invariant=True)
 
 _BLOCK = 256
 
@@ -54,5 +54,4 @@ def _triton(chosen: Tensor, slot_mapping: Tensor, totals: Tensor, layer: int) ->
     return chosen
 
 
-if HAS_TRITON:
-    count_choices.implement("triton", "cuda", invariant=True, kernels=(count_choices_kernel,))(_triton)
+count_choices.in_triton(_triton, invariant=True, kernels=(count_choices_kernel,))

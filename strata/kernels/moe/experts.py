@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.activation.clamped_swiglu import clamped_swiglu
-from strata.kernels.activation.silu_mul import silu_mul, silu_mul_kernel
+from strata.kernels.activation.silu_mul import clamped_swiglu, silu_mul, silu_mul_kernel
 from strata.kernels.choose import thresholds
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.packed.few_rows import ordered
 from strata.kernels.linear.packed.frozen import frozen_call
-from strata.kernels.moe.by_expert import by_expert, give_back, take_rows
 from strata.kernels.moe.calls import (
     AnyExpertsCall,
     BiasedExpertsCall,
@@ -29,17 +27,14 @@ from strata.kernels.moe.calls import (
     biases_of,
     clamp_of,
 )
-from strata.kernels.moe.combine import combine_kernel, weighted_sums
+from strata.kernels.moe.combine import by_expert, combine_kernel, give_back, take_rows, weighted_sums
 from strata.kernels.moe.few_tokens import CHOICE_KERNELS, by_choices, streams
-from strata.kernels.moe.grouped import grouped_product
+from strata.kernels.moe.grouped import grouped_product, reads, reads_quantized
 from strata.kernels.moe.grouped_kernels import grouped_kernel, quantized_grouped_kernel
-from strata.kernels.moe.grouped_tiles import reads, reads_quantized
-from strata.kernels.moe.local_order import local_order, order_kernels
-from strata.kernels.moe.order import Order
+from strata.kernels.moe.local_order import Order, local_order, order_kernels
 from strata.kernels.op import ATEN, Operation, has_packed, operation
 from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.quant.round_rows import round_rows, round_rows_kernel
-from strata.kernels.triton_import import HAS_TRITON
 
 # Of packed weights; what the last does, `frozen_call` tells.
 CHOICES, ROUNDED, CONVERTED, FROZEN = "packed, choices", "packed, rounded", "packed, tiles", "of frozen weights"
@@ -126,12 +121,12 @@ def _sums(call: AnyExpertsCall[Any], rows: Tensor, order: Order) -> Tensor:
 
 
 def _takes(reader: Callable[[Tensor, Any], bool], call: AnyExpertsCall[Any]) -> bool:
-    """Whether kernels read the operands of a call. reader: whether they read rows and a weight."""
-    x, weights, chosen, gate_up, down = call[:5]
+    """Whether kernels read the operands of a call. reader: whether they read rows and a weight. What a rank computes of
+    a sum is added up by the kernel alone, other sums by `combine`, which has a way for any weights."""
+    x, _, chosen, gate_up, down = call[:5]
     biases = call[5:7] if isinstance(call, BiasedExpertsCall) else ()
-    summed = weights is None or (weights.dtype == torch.float32 and weights.is_contiguous())
     return (
-        summed
+        (_kernel_adds(call) or not isinstance(call, LocalExpertsCall))
         and chosen.is_contiguous()
         and all(bias.is_contiguous() for bias in biases)
         and reader(x, gate_up)
@@ -139,9 +134,16 @@ def _takes(reader: Callable[[Tensor, Any], bool], call: AnyExpertsCall[Any]) -> 
     )
 
 
+def _kernel_adds(call: AnyExpertsCall[Any]) -> bool:
+    """Whether a kernel adds up what a token's experts made of it, by such weights."""
+    weights = call.weights
+    return weights is None or (weights.dtype == torch.float32 and weights.is_contiguous())
+
+
 def choices_take(call: AnyExpertsCall[Any]) -> bool:
     """Whether there are so few tokens that each reads its experts' weights by itself."""
-    return 0 < len(call.chosen) <= thresholds(call.x.device).choice_tokens and _takes(streams, call)
+    few = 0 < len(call.chosen) <= thresholds(call.x.device).choice_tokens
+    return few and _kernel_adds(call) and _takes(streams, call)
 
 
 def _rounded_take(call: AnyExpertsCall[PackedWeight]) -> bool:
@@ -220,14 +222,15 @@ def _kernels(*each: Any) -> Callable[[AnyExpertsCall[Any]], tuple[Any, ...]]:
 
     def of(call: AnyExpertsCall[Any]) -> tuple[Any, ...]:
         first, last = ((*[ATEN] * (getattr(one, "order", None) is not None), *each) for one in call[3:5])
-        return *order_kernels(call.chosen), *first, *((ATEN,) if library_is_faster(call) else last), combine_kernel
+        products = *first, *((ATEN,) if library_is_faster(call) else last)
+        return *order_kernels(call.chosen), *products, combine_kernel if _kernel_adds(call) else ATEN
 
     return of
 
 
 def _library_kernels(call: AnyExpertsCall[Tensor]) -> tuple[Any, ...]:
     activation = (silu_mul_kernel, ATEN) if clamp_of(call) is None else ()
-    return *order_kernels(call.chosen), ATEN, *activation, combine_kernel
+    return *order_kernels(call.chosen), ATEN, *activation, combine_kernel if _kernel_adds(call) else ATEN
 
 
 def _tiles_scratch(call: AnyExpertsCall[Any]) -> int:
@@ -276,24 +279,22 @@ def _implement(operation: Operation, *, is_part: bool) -> None:
     def frozen(call: AnyExpertsCall[PackedWeight]) -> Tensor:
         return frozen_call(operation.bind(call.x.device.type, differentiable=not is_part), *call)
 
-    operation.implement("an expert at a time", "cpu", differentiable=not is_part)(operation.definition)
+    operation.by_definition("cpu", name="an expert at a time", differentiable=not is_part)
     operation.implement("fixed tiles", "cpu", invariant=True, supports=_in_place)(_fixed)
     operation.implement("fixed tiles, unpacked", "cpu", invariant=True, supports=_in_place, packed=True)(_fixed)
     library: dict[str, Any] = {"kernels": _library_kernels, "scratch": _library_scratch}
     choices: dict[str, Any] = {"supports": choices_take, "kernels": CHOICE_KERNELS, "scratch": _choices_scratch}
     tiles: dict[str, Any] = {"supports": partial(_takes, reads), "scratch": _tiles_scratch}
-    if HAS_TRITON and is_part:
-        operation.implement("grouped", "cuda", supports=_is_long, **library)(by_library)
-    elif HAS_TRITON:
-        operation.implement("triton choices", "cuda", **choices)(by_choices)
-        operation.implement(CHOICES, "cuda", packed=True, **choices)(by_choices)
-    if HAS_TRITON:
-        operation.implement("triton tiles", "cuda", kernels=_kernels(grouped_kernel), **tiles)(by_tiles)
-        kernels = _kernels(round_rows_kernel, grouped_kernel)
-        rounded: dict[str, Any] = {"supports": _rounded_take, "kernels": kernels, "scratch": _rounded_scratch}
-        operation.implement(ROUNDED, "cuda", packed=True, **rounded)(partial(by_tiles, rounded=True))
-        kernels = _kernels(quantized_grouped_kernel)
-        operation.implement(CONVERTED, "cuda", packed=True, kernels=kernels, **tiles)(by_tiles)
+    if is_part:
+        operation.in_triton(by_library, "grouped", supports=_is_long, **library)
+    else:
+        operation.in_triton(by_choices, "triton choices", **choices)
+        operation.in_triton(by_choices, CHOICES, packed=True, **choices)
+    operation.in_triton(by_tiles, "triton tiles", kernels=_kernels(grouped_kernel), **tiles)
+    kernels = _kernels(round_rows_kernel, grouped_kernel)
+    rounded: dict[str, Any] = {"supports": _rounded_take, "kernels": kernels, "scratch": _rounded_scratch}
+    operation.in_triton(partial(by_tiles, rounded=True), ROUNDED, packed=True, **rounded)
+    operation.in_triton(by_tiles, CONVERTED, packed=True, kernels=_kernels(quantized_grouped_kernel), **tiles)
     if not is_part:
         operation.implement("grouped", "cuda", differentiable=True, supports=_library_takes, **library)(by_library)
         operation.implement(FROZEN, "cpu", differentiable=True, packed=True)(frozen)

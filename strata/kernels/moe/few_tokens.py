@@ -16,9 +16,8 @@ from torch import Tensor
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall, biases_of, clamp_of
-from strata.kernels.moe.grouped import NO_CLAMP
+from strata.kernels.moe.grouped import NO_CLAMP, reads
 from strata.kernels.moe.grouped_kernels import gated_by
-from strata.kernels.moe.grouped_tiles import reads
 from strata.kernels.quant.dequantize import E4M3_CAPABILITY, unpack_wide, wide_scale
 from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, tl

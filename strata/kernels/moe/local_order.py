@@ -2,10 +2,13 @@
 
 Few choices are sorted in one launch, each counting those before it; many by a counting sort in three, in which equal
 ones stay as they stand.
+
+`Order`: rows of a mixture's tokens, sorted by the expert that they go to.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,8 +18,40 @@ from torch import Tensor
 from strata.kernels.choose import thresholds
 from strata.kernels.device_limits import implementations_for
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
-from strata.kernels.moe.order import Order
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
+
+
+@dataclass(frozen=True)
+class Order:
+    """Rows, one for each token and expert of it, sorted by expert, those of one in the order of tokens; some of a
+    token's slots may have no row.
+
+    source: [rows] which slot, counted token by token, each row is of. inverse: [tokens, per_token], which row a
+    slot has, -1 for none. ends: [experts] int32, where the rows of each expert end.
+    """
+
+    source: Tensor
+    inverse: Tensor
+    ends: Tensor
+
+    @staticmethod
+    def of(chosen: Tensor, count: int, *, empty: bool = False) -> Order:
+        """chosen: [tokens, per_token] below `count`. empty: whether it may be -1, for a slot without a row; the order
+        then has to be told the number of rows (`with_rows`). Nothing waits for the device.
+        """
+        numbers = chosen.flatten()
+        # Slots without a row come last.
+        expert, source = (numbers.where(numbers >= 0, count) if empty else numbers).sort(stable=True)
+        inverse = torch.empty_like(source).scatter_(0, source, torch.arange(len(source), device=source.device))
+        if empty:
+            inverse.masked_fill_(numbers < 0, -1)
+        bounds = torch.arange(count, dtype=expert.dtype, device=expert.device)
+        ends = torch.searchsorted(expert, bounds, right=True, out_int32=True)
+        return Order(source, inverse.view(chosen.shape), ends)
+
+    def with_rows(self, rows: int | None) -> Order:
+        """The same of as many rows as there are, which only the device knew; None: every slot has one."""
+        return replace(self, source=self.source[:rows])
 
 
 def local_numbers(
@@ -39,20 +74,13 @@ def local_numbers(
 
 
 @jit
-def number_here(
-    chosen,
-    placement,
-    slot_mapping,
-    choice,
-    there,
-    first,
-    held,
-    per_token,
-    period,
-    PLACED: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    """Of choices their experts' numbers among those held; `held` where another rank computes, or there is none."""
+def number_here(tables, sizes, choice, there, PLACED: tl.constexpr, PADDED: tl.constexpr):
+    """Of choices their experts' numbers among those held; `held` where another rank computes, or there is none.
+
+    tables: chosen, placement and slot mapping. sizes: the first slot of this rank, held, per_token, period.
+    """
+    chosen, placement, slot_mapping = tables
+    first, held, per_token, period = sizes
     if PADDED:
         there = there & (tl.load(slot_mapping + choice // per_token, mask=there, other=-1) >= 0)
     slot = tl.load(chosen + choice, mask=there, other=0)
@@ -90,16 +118,15 @@ def local_order_kernel(
     expert = choice - blocks * BLOCK
     places = block < blocks
     there = places & (choice < choices)
-    number = number_here(chosen, placement, slot_mapping, choice, there, first, held, per_token, period, PLACED, PADDED)
+    tables, sizes = (chosen, placement, slot_mapping), (first, held, per_token, period)
+    number = number_here(tables, sizes, choice, there, PLACED, PADDED)
     # Sorted by expert, then as they stand: one number tells which of two comes first.
     rank = tl.where(places, number * choices + choice, (expert + 1) * choices)
     before = tl.zeros((BLOCK, WIDTH), dtype=tl.int32)
     for start in range(0, choices, WIDTH):
         other = start + tl.arange(0, WIDTH)
         is_one = other < choices
-        numbers = number_here(
-            chosen, placement, slot_mapping, other, is_one, first, held, per_token, period, PLACED, PADDED
-        )
+        numbers = number_here(tables, sizes, other, is_one, PLACED, PADDED)
         before += (numbers * choices + other)[None, :] < rank[:, None]
     place = tl.sum(before, axis=1)
     if places:
@@ -130,7 +157,8 @@ def local_order_counts_kernel(
     block = tl.program_id(0)
     choice = block * BLOCK + tl.arange(0, BLOCK)
     there = choice < choices
-    number = number_here(chosen, placement, slot_mapping, choice, there, first, held, per_token, period, PLACED, PADDED)
+    tables, sizes = (chosen, placement, slot_mapping), (first, held, per_token, period)
+    number = number_here(tables, sizes, choice, there, PLACED, PADDED)
     # What lies beyond the last choice is counted in a bin that nobody reads.
     found = tl.histogram(tl.where(there, number, BINS - 1), BINS)
     bin = tl.arange(0, BINS)
@@ -180,7 +208,8 @@ def local_order_places_kernel(
     expert = choice - blocks * BLOCK
     places = block < blocks
     there = places & (choice < choices)
-    number = number_here(chosen, placement, slot_mapping, choice, there, first, held, per_token, period, PLACED, PADDED)
+    tables, sizes = (chosen, placement, slot_mapping), (first, held, per_token, period)
+    number = number_here(tables, sizes, choice, there, PLACED, PADDED)
     below = tl.where(places, number, expert + 1)
     before = tl.zeros((BLOCK, WIDTH), dtype=tl.int32)
     for start in range(0, held, WIDTH):
@@ -191,9 +220,7 @@ def local_order_places_kernel(
         for start in range(0, BLOCK, WIDTH):
             other = block * BLOCK + start + tl.arange(0, WIDTH)
             is_one = other < choices
-            numbers = number_here(
-                chosen, placement, slot_mapping, other, is_one, first, held, per_token, period, PLACED, PADDED
-            )
+            numbers = number_here(tables, sizes, other, is_one, PLACED, PADDED)
             before += (numbers[None, :] == number[:, None]) & (other[None, :] < choice[:, None])
     place = tl.sum(before, axis=1)
     if places:

@@ -1,8 +1,20 @@
-"""Root-mean-square layer normalization (Zhang and Sennrich 2019), of a tensor or of the sum of two."""
+"""Root-mean-square layer normalization (Zhang and Sennrich 2019), of a tensor or of the sum of two.
+
+`wide_rms_norm`: one whose weights multiply in float32, before the result is rounded: OLMo 2 and 3, Gemma (there as 1 +
+w).
+
+`divided_rms_norm`: of rows that several ranks divide: each squares its own columns, the sum over the ranks scales them.
+
+`..._norm_round`: whose rows are rounded to 8 bits where they are made, for products by weights in 8 bits. Each takes
+the arguments of a norm and behind them those of the rounding: kind and columns as `round_rows` takes them, keeps
+(whether the rows are returned as they are, too) and, maybe, the static scale. The norm is rounded to x.dtype before it
+is rounded to 8 bits, so results have the bits of the two operations one after the other.
+"""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +24,16 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.fused import Run, fused
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
-from strata.kernels.quant.round_rows import empty_rounded, rounding_constants, store_rounded
+from strata.kernels.quant.round_rows import (
+    MOST_COLUMNS,
+    can_round,
+    empty_rounded,
+    round_rows,
+    rounding_constants,
+    store_rounded,
+)
 from strata.kernels.torch_functions import add
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 
 def _cost(x: Tensor, weight: Tensor, eps: float, *, workload: Workload) -> Cost:
@@ -22,7 +41,7 @@ def _cost(x: Tensor, weight: Tensor, eps: float, *, workload: Workload) -> Cost:
     return Cost(flops=4 * x.numel(), read=x.nbytes + weight.nbytes, written=x.nbytes, weights=weight.nbytes)
 
 
-@operation(_cost, rowwise=True)
+@operation(_cost, rowwise=True, fusible=True)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
 
@@ -49,7 +68,7 @@ def _sum_backward_cost(x: Tensor, residual: Tensor, weight: Tensor, eps: float, 
     return found + Cost(flops=x.numel(), read=x.nbytes)
 
 
-@fused(rowwise=True, backward=_sum_backward_cost)
+@fused(rowwise=True, fusible=True, backward=_sum_backward_cost)
 def add_rms_norm(run: Run, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`x + residual`, and `rms_norm` of that sum.
 
@@ -229,6 +248,141 @@ def _sum_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
     return launch_norm(x, weight, eps, residual)
 
 
-if HAS_TRITON:
-    for _norm, _run, _supports in ((rms_norm, _triton, fits), (add_rms_norm, _sum_triton, _sum_fits)):
-        _norm.implement("triton", "cuda", invariant=True, supports=_supports, kernels=(rms_norm_kernel,))(_run)
+rms_norm.in_triton(_triton, invariant=True, supports=fits, kernels=(rms_norm_kernel,))
+add_rms_norm.in_triton(_sum_triton, invariant=True, supports=_sum_fits, kernels=(rms_norm_kernel,))
+
+
+def _wide_cost(x: Tensor, weight: Tensor, eps: float, offset: float, *, workload: Workload) -> Cost:
+    # Square, add, scale and weight for every element.
+    return Cost(flops=4 * x.numel(), read=x.nbytes + weight.nbytes, written=x.nbytes, weights=weight.nbytes)
+
+
+@operation(_wide_cost, rowwise=True)
+def wide_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * (offset + weight)` over the last dimension (Zhang and Sennrich 2019).
+
+    x [..., width], weight [width] of the same dtype -> [..., width]. All of it is computed in float32 (float64 for
+    float64 input) and rounded once, as in transformers' Olmo2RMSNorm (offset 0) and Gemma3RMSNorm (offset 1).
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * (weight.to(wide.dtype) + offset)).to(x.dtype)
+
+
+# A row is reduced in an order that depends on its width only.
+wide_rms_norm.by_definition("cpu", invariant=True, differentiable=True)
+
+
+def _wide_triton(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    return launch_norm(x, weight, eps, offset=offset)[0]
+
+
+wide_rms_norm.in_triton(_wide_triton, invariant=True, supports=fits, kernels=(rms_norm_kernel,))
+wide_rms_norm.by_definition("cuda", differentiable=True)
+
+
+# A row of 16 bytes is a word of the kernels that carry messages.
+_COPIES = 4
+
+
+def _square_cost(x: Tensor, *, workload: Workload) -> Cost:
+    return Cost(flops=2 * x.numel(), read=x.nbytes, written=x.numel() // x.shape[-1] * _COPIES * 4)
+
+
+def _square_meta(x: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty((*x.shape[:-1], _COPIES), dtype=wide, device="meta")
+
+
+@operation(_square_cost, meta=_square_meta, rowwise=True)
+def mean_square(x: Tensor) -> Tensor:
+    """The mean of the squares of each row, four times: x [..., width] -> [..., 4] float32 (float64 for float64)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide.square().mean(-1, keepdim=True).expand(*x.shape[:-1], _COPIES)
+
+
+def _norm_cost(
+    x: Tensor, total: Tensor, ranks: int, weight: Tensor, eps: float, offset: float, *, workload: Workload
+) -> Cost:
+    read = x.nbytes + total.nbytes + weight.nbytes
+    return Cost(flops=2 * x.numel(), read=read, written=x.nbytes, weights=weight.nbytes)
+
+
+@operation(_norm_cost, rowwise=True)
+def divided_rms_norm(x: Tensor, total: Tensor, ranks: int, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """`wide_rms_norm` of this rank's columns of rows that `ranks` ranks divide evenly.
+
+    x [..., own width]; total [..., 4] float32, the sum over the ranks of `mean_square` of their columns; weight
+    [own width], of these columns -> like x. Columns that several ranks hold count once for each, which leaves the mean
+    as it is where all are held equally often.
+    """
+    scale = torch.rsqrt(total[..., :1] / ranks + eps)
+    return (x.to(total.dtype) * scale * (weight.to(total.dtype) + offset)).to(x.dtype)
+
+
+mean_square.by_definition("cpu", invariant=True, differentiable=True)
+# On a GPU the order in which torch adds up a row depends on how many there are.
+mean_square.by_definition("cuda", differentiable=True)
+divided_rms_norm.by_definition("cpu", "cuda", invariant=True, differentiable=True)
+
+
+Rounded = tuple[Tensor, ...]
+
+
+@fused(rowwise=True)
+def rms_norm_round(run: Run, x: Tensor, weight: Tensor, eps: float, *rounding: Any) -> Rounded:
+    """`rms_norm` of x [rows, width] and `round_rows` of that -> values, scales and, if it keeps them, the rows."""
+    return _rounded(run, run(rms_norm, x, weight, eps), *rounding)
+
+
+@fused(rowwise=True)
+def add_rms_norm_round(run: Run, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *rounding: Any) -> Rounded:
+    """`x + residual`, and of that sum what `rms_norm_round` returns: x, residual [rows, width] of one dtype."""
+    total, normed = run(add_rms_norm, x, residual, weight, eps)
+    return total, *_rounded(run, normed, *rounding)
+
+
+@fused(rowwise=True)
+def wide_rms_norm_round(run: Run, x: Tensor, weight: Tensor, eps: float, offset: float, *rounding: Any) -> Rounded:
+    """Of `wide_rms_norm` what `rms_norm_round` returns: x [rows, width]."""
+    return _rounded(run, run(wide_rms_norm, x, weight, eps, offset), *rounding)
+
+
+def _rounded(run: Run, normed: Tensor, kind: str, columns: int, keeps: bool, static: float | None = None) -> Rounded:
+    values, scales = run(round_rows, normed, kind, columns, static)
+    return (values, scales, normed) if keeps else (values, scales)
+
+
+def _given(kind: str, columns: int, keeps: bool, static: float | None = None) -> dict[str, Any]:
+    return {"rounding": (kind, columns, static), "keeps": keeps}
+
+
+def _round_triton(x: Tensor, weight: Tensor, eps: float, *rounding: Any) -> Rounded:
+    return launch_norm(x, weight, eps, **_given(*rounding))
+
+
+def _sum_round_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *rounding: Any) -> Rounded:
+    return launch_norm(x, weight, eps, residual, **_given(*rounding))
+
+
+def _wide_round_triton(x: Tensor, weight: Tensor, eps: float, offset: float, *rounding: Any) -> Rounded:
+    return launch_norm(x, weight, eps, offset=offset, **_given(*rounding))
+
+
+def _round_fits(x: Tensor, weight: Tensor, eps: float, kind: str, columns: int, *_: Any) -> bool:
+    """A tile holds a whole row, and whole groups of it."""
+    whole = columns <= row_tile(x.shape[-1])[0]["WIDTH"] and x.shape[-1] <= MOST_COLUMNS
+    return x.dim() == 2 and x.dtype != torch.float64 and whole and can_round(x, kind, columns)
+
+
+def _sum_round_fits(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *rounding: Any) -> bool:
+    return alike(x, residual) and _round_fits(x, weight, eps, *rounding)
+
+
+def _wide_round_fits(x: Tensor, weight: Tensor, eps: float, offset: float, *rounding: Any) -> bool:
+    return _round_fits(x, weight, eps, *rounding)
+
+
+rms_norm_round.in_triton(_round_triton, invariant=True, supports=_round_fits, kernels=(rms_norm_kernel,))
+add_rms_norm_round.in_triton(_sum_round_triton, invariant=True, supports=_sum_round_fits, kernels=(rms_norm_kernel,))
+wide_rms_norm_round.in_triton(_wide_round_triton, invariant=True, supports=_wide_round_fits, kernels=(rms_norm_kernel,))

@@ -13,7 +13,7 @@ from torch import Tensor
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.norm.norm import add_rms_norm, alike, fits, inverse_rms, rms_norm, row_tile
 from strata.kernels.plain_tensor import all_plain
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 
 @jit
@@ -123,9 +123,6 @@ def _sum_fits(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> bool:
     return alike(x, residual) and all_plain(residual) and _fits(x, weight, eps)
 
 
-if HAS_TRITON:
-    _rms_norm = rms_norm.bind("cuda")
-    _add_rms_norm = add_rms_norm.bind("cuda")
-
-    for _norm, _supports, _function in ((rms_norm, _fits, _normed), (add_rms_norm, _sum_fits, _Norm.apply)):
-        _norm.implement("triton with gradients", "cuda", differentiable=True, supports=_supports)(_function)
+_rms_norm, _add_rms_norm = rms_norm.bind("cuda"), add_rms_norm.bind("cuda")
+for _norm, _supports, _function in ((rms_norm, _fits, _normed), (add_rms_norm, _sum_fits, _Norm.apply)):
+    _norm.in_triton(_function, "triton with gradients", differentiable=True, supports=_supports)

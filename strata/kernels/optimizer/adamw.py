@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 
 class Constants(NamedTuple):
@@ -157,15 +156,4 @@ def _fused(
     return weight
 
 
-if HAS_TRITON:
-    adamw.implement("triton", "cuda", supports=_fits)(_triton)
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = dict.fromkeys(("weight", "gradient"), "*bf16:16")
-    signature |= dict.fromkeys(("master", "first", "second", "step"), "*fp32:16") | {"count": "i32:16"}
-    signature |= dict.fromkeys(("beta1", "beta2", "eps", "decay"), "fp32")
-    constants = {"BLOCK": _BLOCK, "SEPARATE": True}
-    # Four elements a thread, in one load each.
-    vectors = ("ld.global.v4.b32", "st.global.v4.b32")
-    return [CompileCase("adamw", adamw_kernel, signature, constants, _WARPS, 2, must_contain=vectors)]
+adamw.in_triton(_triton, supports=_fits)

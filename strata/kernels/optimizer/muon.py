@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 
 def _momentum_cost(
@@ -114,20 +113,5 @@ def _update_fits(weight: Tensor, master: Tensor, direction: Tensor, *others: obj
     return master.dtype == torch.float32 and all(one.is_contiguous() for one in (weight, master, direction))
 
 
-if HAS_TRITON:
-    muon_momentum.implement("triton", "cuda", supports=_momentum_fits)(_momentum_triton)
-    muon_update.implement("triton", "cuda", supports=_update_fits)(_update_triton)
-
-
-def compile_cases() -> list[CompileCase]:
-    types = {"*fp32:16": "momentum gradient master step", "*bf16:16": "result weight direction"}
-    signature = by_type({**types, "i32:16": "count", "fp32": "beta size decay"})
-    cases = (
-        ("muon_momentum", muon_momentum_kernel, {"BLOCK": _BLOCK}),
-        ("muon_update", muon_update_kernel, {"BLOCK": _BLOCK, "SEPARATE": True}),
-    )
-    vectors = ("ld.global.v4.b32", "st.global.v4.b32")
-    return [
-        CompileCase(name, kernel, signature, constants, _WARPS, 2, must_contain=vectors)
-        for name, kernel, constants in cases
-    ]
+muon_momentum.in_triton(_momentum_triton, supports=_momentum_fits)
+muon_update.in_triton(_update_triton, supports=_update_fits)

@@ -15,7 +15,7 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
 from strata.kernels.quant.packed import E5M2, PackedWeight, Scheme
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 # Scales are finite for matrices of zeros, too.
 LEAST = 1e-12
@@ -171,8 +171,7 @@ def _triton(x: Tensor, dtype: torch.dtype, per_row: bool) -> Quantized:
     return values, turned, row_scale, column_scale if per_row else row_scale
 
 
-if HAS_TRITON:
-    quantize.implement("triton", "cuda", supports=lambda x, *_: x.numel() > 0)(_triton)
+quantize.in_triton(_triton, supports=lambda x, *_: x.numel() > 0)
 
 
 def _product_cost(

@@ -12,7 +12,7 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.quant.packed import LARGEST, LEAST_SCALE, Scheme, pack_values, rounded, scales_of_rows, spread
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
@@ -187,5 +187,4 @@ def can_round(x: Tensor, kind: str, columns: int, static: float | None = None) -
     return kind in DTYPES and power_of_2 and columns <= _COLUMNS and x.stride(-1) == 1 and x.shape[-1] > 0
 
 
-if HAS_TRITON:
-    round_rows.implement("triton", "cuda", invariant=True, supports=can_round, kernels=(round_rows_kernel,))(_triton)
+round_rows.in_triton(_triton, invariant=True, supports=can_round, kernels=(round_rows_kernel,))

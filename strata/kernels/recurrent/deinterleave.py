@@ -8,7 +8,7 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 
 def _cost(x: Tensor, parts: tuple[int, ...], *, workload: Workload) -> Cost:
@@ -82,7 +82,5 @@ def _fits(x: Tensor, parts: tuple[int, ...]) -> bool:
     return 1 <= len(parts) <= 4 and max(parts) <= 4096 and x.stride(2) == 1
 
 
-deinterleave.implement("torch", "cpu", invariant=True, differentiable=True)(deinterleave.reference)
-if HAS_TRITON:
-    deinterleave.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(deinterleave_kernel,))(_triton)
-deinterleave.implement("torch", "cuda", invariant=True, differentiable=True)(deinterleave.reference)
+deinterleave.in_triton(_triton, invariant=True, supports=_fits, kernels=(deinterleave_kernel,))
+deinterleave.by_definition("cpu", "cuda", invariant=True, differentiable=True)

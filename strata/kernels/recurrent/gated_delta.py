@@ -7,6 +7,7 @@ delta rule"), and the rest are products; over single tokens it is the recurrence
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -14,22 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.activation.blocks import in_whole_vectors
+from strata.kernels.activation.blocks import in_blocks
 from strata.kernels.op import operation
 from strata.kernels.recurrent import delta_chunks_cuda, gated_delta_triton
-from strata.kernels.recurrent.calls import GatedDeltaCall
 from strata.kernels.recurrent.gated_delta_triton import LENGTH_EPS
 from strata.kernels.recurrent.sequences import (
     STATE,
+    GatedDeltaCall,
     chunk_places,
     chunk_rows,
     first_states,
     keep_states,
     of_chunk,
-    spans,
     state_cost,
 )
-from strata.kernels.triton_import import HAS_TRITON
 
 
 def _cost(call: GatedDeltaCall, *, workload: Workload) -> Cost:
@@ -62,22 +61,7 @@ def gated_delta(call: GatedDeltaCall) -> Tensor:
     Returns [tokens, heads, value_dim] in v's dtype; all of it is float32 (float64 for float64). Without `batch.states`
     all sequences begin here and nothing is kept.
     """
-    q, k, v, a, b, dt_bias, a_log, batch, layer = call
-    precision = torch.promote_types(v.dtype, torch.float32)
-    dtype, (heads, value_dim) = v.dtype, v.shape[1:]
-    state = first_states(batch, layer, STATE, (heads, k.shape[2], value_dim), v.new_empty(0, dtype=precision))
-    q, k = _directions(q, k, heads, precision)
-    decays, strengths = _gates(a, b, dt_bias, a_log, precision)
-    v = v.to(precision)
-    result, last = torch.empty_like(v), list(state)
-    for sequence, (first, end) in enumerate(spans(batch)):
-        for token in range(first, end):
-            left = decays[token].exp()[:, None, None] * last[sequence]
-            change = strengths[token, :, None] * (v[token] - (left * k[token, :, :, None]).sum(1))
-            last[sequence] = left + k[token, :, :, None] * change[:, None]
-            result[token] = (last[sequence] * q[token, :, :, None]).sum(1)
-    keep_states(batch, layer, STATE, torch.stack(last))
-    return result.to(dtype)
+    return _recurrence(call, *_FUNCTIONS)
 
 
 def _directions(q: Tensor, k: Tensor, heads: int, precision: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -90,10 +74,18 @@ def _directions(q: Tensor, k: Tensor, heads: int, precision: torch.dtype) -> tup
     return found[0], found[1]
 
 
-def _gates(a: Tensor, b: Tensor, dt_bias: Tensor, a_log: Tensor, precision: torch.dtype) -> tuple[Tensor, Tensor]:
+# Of gates, as torch has them, and with bits that do not depend on an element's place.
+Function = Callable[[Tensor], Tensor]
+_FUNCTIONS: tuple[Function, Function, Function] = F.softplus, torch.exp, torch.sigmoid
+_IN_BLOCKS = tuple(map(in_blocks, _FUNCTIONS))
+
+
+def _gates(
+    call: GatedDeltaCall, precision: torch.dtype, softplus: Function, exp: Function, sigmoid: Function
+) -> tuple[Tensor, Tensor]:
     """Logarithms of decays, and strengths."""
-    steps = F.softplus(a.to(precision) + dt_bias.to(precision))
-    return -a_log.to(precision).exp() * steps, b.to(precision).sigmoid()
+    a, b, dt_bias, a_log = (one.to(precision) for one in call[3:7])
+    return -exp(a_log) * softplus(a + dt_bias), sigmoid(b)
 
 
 _CHUNK = 64
@@ -101,14 +93,14 @@ _CHUNK = 64
 
 def _chunks(call: GatedDeltaCall) -> Tensor:
     """Chunk after chunk, all sequences side by side. Differentiable."""
-    q, k, v, a, b, dt_bias, a_log, batch, layer = call
+    q, k, v, *_, batch, layer = call
     precision = torch.promote_types(v.dtype, torch.float32)
     tokens, heads, value_dim = v.shape
     state = first_states(batch, layer, STATE, (heads, k.shape[2], value_dim), v.new_empty(0, dtype=precision))
     if not tokens:
         return v
     q, k = _directions(q, k, heads, precision)
-    decays, strengths = _gates(a, b, dt_bias, a_log, precision)
+    decays, strengths = _gates(call, precision, *_FUNCTIONS)
     wide = v.to(precision)
     count: int = min(_CHUNK, batch.longest)
     future = torch.ones(count, count, dtype=torch.bool, device=v.device).triu(1)
@@ -135,18 +127,16 @@ def _chunks(call: GatedDeltaCall) -> Tensor:
     return torch.cat(parts).index_select(0, chunk_places(batch, count)).to(v.dtype)
 
 
-def _recurrence(call: GatedDeltaCall) -> Tensor:
-    """Token after token, all sequences side by side, each element on its own: bits depend neither on other sequences
-    nor on how a prompt was divided."""
-    q, k, v, a, b, dt_bias, a_log, batch, layer = call
+def _recurrence(call: GatedDeltaCall, softplus: Function, exp: Function, sigmoid: Function) -> Tensor:
+    """Token after token, all sequences side by side, each element on its own: with functions whose bits depend on no
+    others, neither do these on other sequences nor on how a prompt was divided."""
+    q, k, v, *_, batch, layer = call
     precision = torch.promote_types(v.dtype, torch.float32)
     dtype, (heads, value_dim) = v.dtype, v.shape[1:]
     state = first_states(batch, layer, STATE, (heads, k.shape[2], value_dim), v.new_empty(0, dtype=precision))
     q, k = _directions(q, k, heads, precision)
-    steps = in_whole_vectors(a.to(precision) + dt_bias.to(precision), lambda block: block.copy_(F.softplus(block)))
-    rates = in_whole_vectors(a_log.to(precision), torch.Tensor.exp_).neg_()
-    decays = in_whole_vectors(steps * rates, torch.Tensor.exp_)
-    strengths = in_whole_vectors(b.to(precision), torch.Tensor.sigmoid_)
+    logarithms, strengths = _gates(call, precision, softplus, exp, sigmoid)
+    decays = exp(logarithms)
     v = v.to(precision)
     result = torch.empty_like(v)
     for position in range(batch.longest):
@@ -165,26 +155,25 @@ def _recurrence(call: GatedDeltaCall) -> Tensor:
 
 
 gated_delta.implement("chunks", "cpu", differentiable=True)(_chunks)
-gated_delta.implement("recurrence", "cpu", invariant=True)(_recurrence)
-if HAS_TRITON:
-    gated_delta.implement(
-        "triton parallel chunks",
-        "cuda",
-        supports=delta_chunks_cuda.supports,
-        kernels=delta_chunks_cuda.KERNELS,
-        scratch=delta_chunks_cuda.scratch,
-    )(delta_chunks_cuda.launch)
-    gated_delta.implement(
-        "triton chunks",
-        "cuda",
-        supports=gated_delta_triton.takes_chunks,
-        kernels=(gated_delta_triton.gated_delta_chunks_kernel,),
-    )(partial(gated_delta_triton.launch, chunks=True))
-    gated_delta.implement(
-        "triton recurrence",
-        "cuda",
-        invariant=True,
-        supports=gated_delta_triton.supports,
-        kernels=(gated_delta_triton.gated_delta_kernel,),
-    )(partial(gated_delta_triton.launch, chunks=False))
+gated_delta.implement("recurrence", "cpu", invariant=True)(lambda call: _recurrence(call, *_IN_BLOCKS))
+gated_delta.in_triton(
+    delta_chunks_cuda.launch,
+    "triton parallel chunks",
+    supports=delta_chunks_cuda.supports,
+    kernels=delta_chunks_cuda.KERNELS,
+    scratch=delta_chunks_cuda.scratch,
+)
+gated_delta.in_triton(
+    partial(gated_delta_triton.launch, chunks=True),
+    "triton chunks",
+    supports=gated_delta_triton.takes_chunks,
+    kernels=(gated_delta_triton.gated_delta_chunks_kernel,),
+)
+gated_delta.in_triton(
+    partial(gated_delta_triton.launch, chunks=False),
+    "triton recurrence",
+    invariant=True,
+    supports=gated_delta_triton.supports,
+    kernels=(gated_delta_triton.gated_delta_kernel,),
+)
 gated_delta.implement("chunks", "cuda", differentiable=True)(_chunks)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from strata.kernels.choose import thresholds
-from strata.kernels.grid_sizes import ceil_div, next_power_of_2
-from strata.kernels.recurrent.calls import GatedDeltaCall
-from strata.kernels.recurrent.sequences import STATE, states_and_slots
+from strata.kernels.grid_sizes import ceil_div
+from strata.kernels.recurrent.sequences import STATE, GatedDeltaCall, states_and_slots
+from strata.kernels.recurrent.state_space_triton import first_state, tile_of
 from strata.kernels.triton_import import jit, tl
 
 # Added to the squares of a query or key before the root, as in flash-linear-attention and transformers.
@@ -81,11 +81,8 @@ def gated_delta_kernel(
         place = tl.arange(0, KEY_DIM)
         held, inside = column < value_dim, place < key_dim
         both = inside[:, None] & held[None, :]
-        slot = tl.load(slots + sequence).to(tl.int64)
-        kept = states + (slot * heads + head) * key_dim * value_dim
-        kept += place[:, None] * value_dim + column[None, :]
-        is_old = (keeps != 0) & (tl.load(positions + start) != 0)
-        state = tl.load(kept, mask=both & is_old, other=0.0)
+        sizes = (heads, key_dim, value_dim)
+        kept, state = first_state(states, slots, positions, sequence, head, start, place, column, both, sizes, keeps)
         rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
         bias = tl.load(dt_bias + head).to(tl.float32)
         group = head // shared * key_dim
@@ -146,11 +143,8 @@ def gated_delta_chunks_kernel(
         place = tl.arange(0, KEY_DIM)
         held, inside = column < value_dim, place < key_dim
         both = inside[:, None] & held[None, :]
-        slot = tl.load(slots + sequence).to(tl.int64)
-        kept = states + (slot * heads + head) * key_dim * value_dim
-        kept += place[:, None] * value_dim + column[None, :]
-        is_old = (keeps != 0) & (tl.load(positions + start) != 0)
-        state = tl.load(kept, mask=both & is_old, other=0.0)
+        sizes = (heads, key_dim, value_dim)
+        kept, state = first_state(states, slots, positions, sequence, head, start, place, column, both, sizes, keeps)
         rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
         bias = tl.load(dt_bias + head).to(tl.float32)
         group = head // shared * key_dim
@@ -198,14 +192,6 @@ def gated_delta_chunks_kernel(
 _CHUNK = 16  # with more, the system and the state do not fit into registers
 
 
-def _tile(key_dim: int, value_dim: int, chunks: bool) -> dict[str, int]:
-    """A program keeps 4,096 numbers of a state, or half of them where it has no products."""
-    least = 16 if chunks else 1
-    padded: int = max(16, next_power_of_2(key_dim))
-    columns = min(max(least, next_power_of_2(value_dim)), max(least, (4096 if chunks else 2048) // padded))
-    return {"KEY_DIM": padded, "COLUMNS": columns}
-
-
 def supports(call: GatedDeltaCall) -> bool:
     """Rows of any distance, whose own elements stand side by side; states in float32."""
     q, k, v, a, b, _, _, batch, layer = call
@@ -227,8 +213,9 @@ def launch(call: GatedDeltaCall, chunks: bool) -> Tensor:
     if not result.numel():
         return result
     kept, slots = states_and_slots(batch, call.layer, v)
-    tile: dict[str, Any] = _tile(key_dim, value_dim, chunks)
-    grid = (batch.offsets.shape[0] - 1, heads, ceil_div(value_dim, tile["COLUMNS"]))
+    padded, columns = tile_of(key_dim, value_dim, chunks)
+    tile: dict[str, Any] = {"KEY_DIM": padded, "COLUMNS": columns}
+    grid = (batch.offsets.shape[0] - 1, heads, ceil_div(value_dim, columns))
     if chunks:
         tile |= {"CHUNK": _CHUNK, "PRECISION": "ieee" if v.dtype == torch.float32 else "tf32"}
     (gated_delta_chunks_kernel if chunks else gated_delta_kernel)[grid](

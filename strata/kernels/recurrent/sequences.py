@@ -1,13 +1,15 @@
 """What recurrent operations are given besides their activations: the sequences of a step, and the states they keep.
 
 The convolution of a layer keeps the first of the tensors that the layer declares, its recurrence the second.
+
+What the recurrences over a state of fixed size are called with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -114,3 +116,41 @@ def state_cost(pool: Tensor, workload: Workload) -> Cost:
     read = size * sum(new > 0 and total > new for new, total in zip(workload.new, workload.total, strict=True))
     written = size * sum(new > 0 for new in workload.new)
     return Cost(read=read, written=written, cached=read + written)
+
+
+class StateSpaceSpec(NamedTuple):
+    """What is the same in every call of one layer. layer: whose states are kept. least, most: bounds of a time step."""
+
+    layer: int
+    least: float
+    most: float
+
+
+class StateSpaceCall(NamedTuple):
+    """The operands of `state_space`. x: [tokens, heads, head_dim]; dt: [tokens, heads]; b, c: [tokens, groups,
+    state_size], group h // (heads // groups) serving head h; dt_bias, a_log, skip: [heads]."""
+
+    x: Tensor
+    dt: Tensor
+    b: Tensor
+    c: Tensor
+    dt_bias: Tensor
+    a_log: Tensor
+    skip: Tensor
+    batch: RecurrentBatch
+    spec: StateSpaceSpec
+
+
+class GatedDeltaCall(NamedTuple):
+    """The operands of `gated_delta`. q, k: [tokens, key_heads, key_dim], key head h // (heads // key_heads) serves head
+    h; v: [tokens, heads, value_dim]; a, b: [tokens, heads]; dt_bias, a_log: [heads]. layer: whose states are kept."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    b: Tensor
+    dt_bias: Tensor
+    a_log: Tensor
+    batch: RecurrentBatch
+    layer: int

@@ -23,7 +23,7 @@ from strata.kernels.recurrent.sequences import (
     spans,
     state_cost,
 )
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 WIDTHS = (2, 3, 4)
 
@@ -232,6 +232,5 @@ def _kernels(
     return (short_convolution_kernel,) if batch.states is None else (short_convolution_kernel, tail_kernel)
 
 
-if HAS_TRITON:
-    short_convolution.implement("triton", "cuda", invariant=True, supports=_fits, kernels=_kernels)(_triton)
+short_convolution.in_triton(_triton, invariant=True, supports=_fits, kernels=_kernels)
 short_convolution.implement("torch", "cuda", differentiable=True)(_torch)

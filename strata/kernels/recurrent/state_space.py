@@ -6,6 +6,7 @@ product with the state before it (section 6 there); over single tokens it is the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -13,21 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.activation.blocks import in_whole_vectors
+from strata.kernels.activation.blocks import in_blocks
 from strata.kernels.op import operation
 from strata.kernels.recurrent import state_space_triton
-from strata.kernels.recurrent.calls import StateSpaceCall, StateSpaceSpec
 from strata.kernels.recurrent.sequences import (
     STATE,
+    StateSpaceCall,
     chunk_places,
     chunk_rows,
     first_states,
     keep_states,
     of_chunk,
-    spans,
     state_cost,
 )
-from strata.kernels.triton_import import HAS_TRITON
 
 
 def _cost(call: StateSpaceCall, *, workload: Workload) -> Cost:
@@ -54,24 +53,19 @@ def state_space(call: StateSpaceCall) -> Tensor:
     all sequences begin here and nothing is kept. transformers' Mamba2 clamps time steps in prompts only; here as there
     the last token of a prompt and the next one are computed alike only if no bound is hit.
     """
-    x, dt, b, c, dt_bias, a_log, skip, batch, spec = call
-    precision = torch.promote_types(x.dtype, torch.float32)
-    _, heads, head_dim = x.shape
-    state = first_states(batch, spec.layer, STATE, (heads, head_dim, b.shape[-1]), x.new_empty(0, dtype=precision))
-    steps, rates = _steps(dt, dt_bias, spec, precision), -a_log.to(precision).exp()
-    wide, b, c = x.to(precision), _of_heads(b, heads, precision), _of_heads(c, heads, precision)
-    result, last = torch.empty_like(wide), list(state)
-    for sequence, (first, end) in enumerate(spans(batch)):
-        for token in range(first, end):
-            taken = (steps[token, :, None] * wide[token])[..., None] * b[token, :, None]
-            last[sequence] = (steps[token] * rates).exp()[:, None, None] * last[sequence] + taken
-            result[token] = (last[sequence] * c[token, :, None]).sum(-1) + skip.to(precision)[:, None] * wide[token]
-    keep_states(batch, spec.layer, STATE, torch.stack(last))
-    return result.to(x.dtype)
+    return _recurrence(call, *_FUNCTIONS)
 
 
-def _steps(dt: Tensor, dt_bias: Tensor, spec: StateSpaceSpec, precision: torch.dtype) -> Tensor:
-    return F.softplus(dt.to(precision) + dt_bias.to(precision)).clamp(spec.least, spec.most)
+# Of time steps and decays, as torch has them, and with bits that do not depend on an element's place.
+Function = Callable[[Tensor], Tensor]
+_FUNCTIONS: tuple[Function, Function] = F.softplus, torch.exp
+_IN_BLOCKS = tuple(map(in_blocks, _FUNCTIONS))
+
+
+def _steps(call: StateSpaceCall, precision: torch.dtype, softplus: Function, exp: Function) -> tuple[Tensor, Tensor]:
+    """Time steps, and the rates by which states decay in them."""
+    steps = softplus(call.dt.to(precision) + call.dt_bias.to(precision)).clamp(call.spec.least, call.spec.most)
+    return steps, -exp(call.a_log.to(precision))
 
 
 def _of_heads(x: Tensor, heads: int, precision: torch.dtype) -> Tensor:
@@ -84,14 +78,14 @@ _CHUNK = 64
 
 def _chunks(call: StateSpaceCall) -> Tensor:
     """Chunk after chunk, all sequences side by side. Differentiable."""
-    x, dt, b, c, dt_bias, a_log, skip, batch, spec = call
+    x, _, b, c, _, _, skip, batch, spec = call
     precision = torch.promote_types(x.dtype, torch.float32)
     tokens, heads, head_dim = x.shape
     groups = b.shape[1]
     state = first_states(batch, spec.layer, STATE, (heads, head_dim, b.shape[-1]), x.new_empty(0, dtype=precision))
     if not tokens:
         return x
-    steps, rates = _steps(dt, dt_bias, spec, precision), -a_log.to(precision).exp()
+    steps, rates = _steps(call, precision, *_FUNCTIONS)
     wide, b, c = x.to(precision), b.to(precision), c.to(precision)
     count: int = min(_CHUNK, batch.longest)
     parts = []
@@ -115,18 +109,16 @@ def _chunks(call: StateSpaceCall) -> Tensor:
     return (found + skip.to(precision)[:, None] * wide).to(x.dtype)
 
 
-def _recurrence(call: StateSpaceCall) -> Tensor:
-    """Token after token, all sequences side by side, each element on its own: bits depend neither on other sequences
-    nor on how a prompt was divided."""
-    x, dt, b, c, dt_bias, a_log, skip, batch, spec = call
+def _recurrence(call: StateSpaceCall, softplus: Function, exp: Function) -> Tensor:
+    """Token after token, all sequences side by side, each element on its own: with functions whose bits depend on no
+    others, neither do these on other sequences nor on how a prompt was divided."""
+    x, _, b, c, _, _, skip, batch, spec = call
     precision = torch.promote_types(x.dtype, torch.float32)
     _tokens, heads, head_dim = x.shape
     state = first_states(batch, spec.layer, STATE, (heads, head_dim, b.shape[-1]), x.new_empty(0, dtype=precision))
     wide = x.to(precision)
-    given = dt.to(precision) + dt_bias.to(precision)
-    steps = in_whole_vectors(given, lambda block: block.copy_(F.softplus(block))).clamp_(spec.least, spec.most)
-    rates = in_whole_vectors(a_log.to(precision), torch.Tensor.exp_).neg_()
-    decays = in_whole_vectors(steps * rates, torch.Tensor.exp_)
+    steps, rates = _steps(call, precision, softplus, exp)
+    decays = exp(steps * rates)
     b, c = _of_heads(b, heads, precision), _of_heads(c, heads, precision)
     scaled = wide * steps[..., None]
     result = wide * skip.to(precision)[:, None]
@@ -143,19 +135,18 @@ def _recurrence(call: StateSpaceCall) -> Tensor:
 
 
 state_space.implement("chunks", "cpu", differentiable=True)(_chunks)
-state_space.implement("recurrence", "cpu", invariant=True)(_recurrence)
-if HAS_TRITON:
-    state_space.implement(
-        "triton chunks",
-        "cuda",
-        supports=state_space_triton.takes_chunks,
-        kernels=(state_space_triton.state_space_chunks_kernel,),
-    )(partial(state_space_triton.launch, chunks=True))
-    state_space.implement(
-        "triton recurrence",
-        "cuda",
-        invariant=True,
-        supports=state_space_triton.supports,
-        kernels=(state_space_triton.state_space_kernel,),
-    )(partial(state_space_triton.launch, chunks=False))
+state_space.implement("recurrence", "cpu", invariant=True)(lambda call: _recurrence(call, *_IN_BLOCKS))
+state_space.in_triton(
+    partial(state_space_triton.launch, chunks=True),
+    "triton chunks",
+    supports=state_space_triton.takes_chunks,
+    kernels=(state_space_triton.state_space_chunks_kernel,),
+)
+state_space.in_triton(
+    partial(state_space_triton.launch, chunks=False),
+    "triton recurrence",
+    invariant=True,
+    supports=state_space_triton.supports,
+    kernels=(state_space_triton.state_space_kernel,),
+)
 state_space.implement("chunks", "cuda", differentiable=True)(_chunks)

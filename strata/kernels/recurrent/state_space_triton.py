@@ -15,9 +15,20 @@ from torch import Tensor
 
 from strata.kernels.choose import thresholds
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
-from strata.kernels.recurrent.calls import StateSpaceCall
-from strata.kernels.recurrent.sequences import STATE, states_and_slots
+from strata.kernels.recurrent.sequences import STATE, StateSpaceCall, states_and_slots
 from strata.kernels.triton_import import jit, tl
+
+
+@jit
+def first_state(states, slots, positions, sequence, head, start, row, column, both, sizes, keeps):
+    """Where a part of a head's state [rows, columns] is kept, and what it begins with: zeros if nothing is kept. both:
+    which of row and column there are; sizes: of heads, rows and columns."""
+    heads, rows, columns = sizes
+    slot = tl.load(slots + sequence).to(tl.int64)
+    kept = states + (slot * heads + head) * rows * columns
+    kept += row[:, None] * columns + column[None, :]
+    is_old = (keeps != 0) & (tl.load(positions + start) != 0)
+    return kept, tl.load(kept, mask=both & is_old, other=0.0)
 
 
 @jit
@@ -72,11 +83,8 @@ def state_space_kernel(
         place = tl.arange(0, STATE_SIZE)
         held, inside = column < head_dim, place < state_size
         both = held[:, None] & inside[None, :]
-        slot = tl.load(slots + sequence).to(tl.int64)
-        kept = states + (slot * heads + head) * head_dim * state_size
-        kept += column[:, None] * state_size + place[None, :]
-        is_old = (keeps != 0) & (tl.load(positions + start) != 0)
-        state = tl.load(kept, mask=both & is_old, other=0.0)
+        sizes = (heads, head_dim, state_size)
+        kept, state = first_state(states, slots, positions, sequence, head, start, column, place, both, sizes, keeps)
         rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
         bias = tl.load(dt_bias + head).to(tl.float32)
         factor = tl.load(skip + head).to(tl.float32)
@@ -133,11 +141,8 @@ def state_space_chunks_kernel(
         place = tl.arange(0, STATE_SIZE)
         held, inside = column < head_dim, place < state_size
         both = held[:, None] & inside[None, :]
-        slot = tl.load(slots + sequence).to(tl.int64)
-        kept = states + (slot * heads + head) * head_dim * state_size
-        kept += column[:, None] * state_size + place[None, :]
-        is_old = (keeps != 0) & (tl.load(positions + start) != 0)
-        state = tl.load(kept, mask=both & is_old, other=0.0)
+        sizes = (heads, head_dim, state_size)
+        kept, state = first_state(states, slots, positions, sequence, head, start, column, place, both, sizes, keeps)
         rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
         bias = tl.load(dt_bias + head).to(tl.float32)
         factor = tl.load(skip + head).to(tl.float32)
@@ -178,12 +183,11 @@ def state_space_chunks_kernel(
 _CHUNK = 32
 
 
-def _tile(head_dim: int, state_size: int, chunks: bool) -> dict[str, int]:
-    """A program keeps 4,096 numbers of a state, or half of them where it has no products."""
-    padded: int = max(16, next_power_of_2(state_size))
-    most = max(16 if chunks else 1, (4096 if chunks else 2048) // padded)
-    columns = min(max(16 if chunks else 1, next_power_of_2(head_dim)), most)
-    return {"COLUMNS": columns, "STATE_SIZE": padded}
+def tile_of(whole: int, divided: int, chunks: bool) -> tuple[int, int]:
+    """Of a state the padded size that programs have whole, and how much of the other each has: together 4,096 numbers,
+    or half of them where it has no products."""
+    padded, least = max(16, next_power_of_2(whole)), 16 if chunks else 1
+    return padded, min(max(least, next_power_of_2(divided)), max(least, (4096 if chunks else 2048) // padded))
 
 
 def supports(call: StateSpaceCall) -> bool:
@@ -207,8 +211,9 @@ def launch(call: StateSpaceCall, chunks: bool) -> Tensor:
     if not tokens:
         return result
     kept, slots = states_and_slots(batch, spec.layer, x)
-    tile: dict[str, Any] = _tile(head_dim, state_size, chunks)
-    grid = (batch.offsets.shape[0] - 1, heads, ceil_div(head_dim, tile["COLUMNS"]))
+    padded, columns = tile_of(state_size, head_dim, chunks)
+    tile: dict[str, Any] = {"COLUMNS": columns, "STATE_SIZE": padded}
+    grid = (batch.offsets.shape[0] - 1, heads, ceil_div(head_dim, columns))
     if chunks:
         tile |= {"CHUNK": _CHUNK, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32"}
     (state_space_chunks_kernel if chunks else state_space_kernel)[grid](

@@ -10,7 +10,7 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 
 def _angles_cost(positions: Tensor, table: Tensor, *, workload: Workload) -> Cost:
@@ -38,7 +38,7 @@ def rope_angles(positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
-rope_angles.implement("torch", "cpu", invariant=True)(rope_angles.reference)
+rope_angles.by_definition("cpu", invariant=True)
 
 
 def _cost(x: Tensor, cos: Tensor, sin: Tensor, *_: bool, workload: Workload) -> Cost:
@@ -98,7 +98,7 @@ def tail_rope(x: Tensor, cos: Tensor, sin: Tensor, paired: bool) -> Tensor:
 
 
 for _operation in (partial_rope, tail_rope):
-    _operation.implement("torch", "cpu", invariant=True, differentiable=True)(_operation.reference)
+    _operation.by_definition("cpu", invariant=True, differentiable=True)
 
 
 # What stands in a step's buffer begins at any address.
@@ -206,15 +206,13 @@ def _fits(x: Tensor, *_: object) -> bool:
     return x.dtype != torch.float64 and x.stride(-1) == 1
 
 
-if HAS_TRITON:
-    rope_angles.implement(
-        "triton",
-        "cuda",
-        invariant=True,
-        supports=lambda _, table: table.dtype == torch.float32,
-        kernels=(rope_angles_kernel,),
-    )(_angles_triton)
-    for _operation in (rope, partial_rope, tail_rope):
-        _operation.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(rope_kernel,))(_triton)
-partial_rope.implement("torch", "cuda", invariant=True, differentiable=True)(partial_rope.reference)
-tail_rope.implement("torch", "cuda", differentiable=True)(tail_rope.reference)
+rope_angles.in_triton(
+    _angles_triton,
+    invariant=True,
+    supports=lambda _, table: table.dtype == torch.float32,
+    kernels=(rope_angles_kernel,),
+)
+for _operation in (rope, partial_rope, tail_rope):
+    _operation.in_triton(_triton, invariant=True, supports=_fits, kernels=(rope_kernel,))
+partial_rope.by_definition("cuda", invariant=True, differentiable=True)
+tail_rope.by_definition("cuda", differentiable=True)

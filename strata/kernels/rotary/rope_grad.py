@@ -14,7 +14,7 @@ from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.plain_tensor import all_plain
 from strata.kernels.rotary.rope import rope, rotate
 from strata.kernels.state.qk_rope_kv_write import HeadsCall, qk_rope_kv_write
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 
 @jit
@@ -142,13 +142,10 @@ def _fits(call: HeadsCall) -> bool:
     return q_weight is None and pages is None and few and all_plain(product) and product.stride(-1) == 1
 
 
-if HAS_TRITON:
-    _rope = rope.bind("cuda")
+def _differentiable_heads(call: HeadsCall) -> tuple[Tensor, Tensor, Tensor]:
+    return _Heads.apply(call.product, call.spec.heads, call.spec.kv_heads, call.cos, call.sin)  # type: ignore[no-any-return]
 
-    rope.implement("triton with gradients", "cuda", differentiable=True, supports=lambda x, *_: all_plain(x))(
-        _Rope.apply
-    )
 
-    @qk_rope_kv_write.implement("triton with gradients", "cuda", differentiable=True, supports=_fits)
-    def _differentiable_heads(call: HeadsCall) -> tuple[Tensor, Tensor, Tensor]:
-        return _Heads.apply(call.product, call.spec.heads, call.spec.kv_heads, call.cos, call.sin)  # type: ignore[no-any-return]
+_rope = rope.bind("cuda")
+rope.in_triton(_Rope.apply, "triton with gradients", differentiable=True, supports=lambda x, *_: all_plain(x))
+qk_rope_kv_write.in_triton(_differentiable_heads, "triton with gradients", differentiable=True, supports=_fits)

@@ -1,29 +1,63 @@
 """Draws from logits that ranks divide: each finds the best of its ids, and the best of all is what one rank draws.
 
 A rank holds the logits of ids [first, first + part). What the ranks tell each other of a row is one key
-(`strata.kernels.sampling.score_keys`), so a draw is the best key of each part, one all-gather, and the largest key.
+(`score_keys`), so a draw is the best key of each part, one all-gather, and the largest key.
+
+`score_keys`: scores and their ids as whole numbers in the order of likelihood, so that the best of parts is the largest
+number.
+
+A key holds the score in its upper half, as the integer that has the order of float32, and in its lower half all ones
+less the id: of two equal scores the lower id has the larger key.
+
+Log-probabilities, too: each rank tells of its own part what the whole row's follow from. The ranks speak twice: of
+`logprobs_in_part`, and once the chosen logits are known of `count_above`, which adds up to the ranks of the chosen ids.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.sampling.filters_triton import score_order
 from strata.kernels.sampling.sampling import (
-    GUMBEL_CONSTANTS,
     NO_ID,
     best_of_blocks,
     gumbel_blocks_kernel,
     gumbel_noise,
     scaled,
 )
-from strata.kernels.sampling.score_keys import NO_KEY, key_ids, key_scores, score_keys
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import constant, jit, tl
+
+# Less than the key of any score.
+NO_KEY = -(2**63)
+_LOW = 0xFFFFFFFF
+
+
+def score_keys(scores: Tensor, ids: Tensor) -> Tensor:
+    """Keys int64 of scores of any float dtype and the ids that they belong to, of a shape that broadcasts.
+
+    NaN counts as infinity, so that a row that has one knows it by its largest key; -0 and 0 are equal.
+    """
+    bits = scores.float().nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf).add_(0.0).view(torch.int32)
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (order.long() << 32) + (_LOW - ids.long())
+
+
+def key_scores(keys: Tensor) -> Tensor:
+    """The scores float32 of keys; NaN of `NO_KEY`."""
+    order = (keys >> 32).int()
+    return torch.where(order < 0, order ^ 0x7FFFFFFF, order).view(torch.float32)
+
+
+def key_ids(keys: Tensor) -> Tensor:
+    """The ids int32 of keys; -1 of `NO_KEY`."""
+    return (_LOW - (keys & _LOW)).int()
 
 
 def _best_cost(
@@ -78,7 +112,7 @@ def best_of_parts(keys: Tensor) -> Tensor:
     return torch.where(key_scores(best).isfinite(), key_ids(best), NO_ID)
 
 
-best_of_parts.implement("torch", "cpu", invariant=True)(best_of_parts.reference)
+best_of_parts.by_definition("cpu", invariant=True)
 
 
 @jit
@@ -107,8 +141,7 @@ def best_of_parts_kernel(keys, result, rows, parts, ROWS: tl.constexpr, PARTS: t
 
 
 # Of -inf and inf, as `score_order` says.
-LEAST = tl.constexpr((0xFF800000 ^ 0x7FFFFFFF) - 2**32) if HAS_TRITON else None
-MOST = tl.constexpr(0x7F800000) if HAS_TRITON else None
+LEAST, MOST = constant((0xFF800000 ^ 0x7FFFFFFF) - 2**32), constant(0x7F800000)
 _CHOICE_ROWS = 32
 
 
@@ -135,21 +168,116 @@ def _choice_triton(keys: Tensor) -> Tensor:
     return result
 
 
-if HAS_TRITON:
-    best_in_part.implement("triton", "cuda", invariant=True, kernels=(gumbel_blocks_kernel, gumbel_part_kernel))(
-        _best_triton
+best_in_part.in_triton(_best_triton, invariant=True, kernels=(gumbel_blocks_kernel, gumbel_part_kernel))
+best_of_parts.in_triton(_choice_triton, invariant=True, kernels=(best_of_parts_kernel,))
+
+
+_BLOCK = 4096
+
+
+def _cost(logits: Tensor, *, workload: Workload) -> Cost:
+    # The largest, a difference, an exponential, a sum.
+    return Cost(flops=4 * logits.numel(), read=logits.nbytes, written=8 * logits.shape[0])
+
+
+def _meta(logits: Tensor) -> Tensor:
+    return logits.new_empty((logits.shape[0], 2), dtype=torch.float32, device="meta")
+
+
+@operation(_cost, meta=_meta)
+def exponential_sums(logits: Tensor) -> Tensor:
+    """The largest logit of each row, and the sum of e^(logit - largest): logits [rows, part] -> [rows, 2] float32.
+
+    Of a row that is -inf, or has no ids, they are -inf and 0.
+    """
+    if not logits.shape[1]:
+        return logits.new_tensor([-torch.inf, 0.0], dtype=torch.float32).expand(len(logits), 2)
+    values = logits.float()
+    largest = values.amax(-1, keepdim=True)
+    total = (values - largest.masked_fill(largest == -torch.inf, 0)).exp().sum(-1, keepdim=True)
+    return torch.cat((largest, total), 1)
+
+
+# ATen adds each row up by itself on CPU.
+exponential_sums.by_definition("cpu", invariant=True)
+
+
+# The rows of an odd vocabulary begin at any address, and a slice of rows does too.
+@partial(jit, unspecialized=("logits", "row_stride"))
+def exponential_sums_kernel(logits, result, part, row_stride, BLOCK: tl.constexpr):
+    """One program a row: its sums run in an order that depends on the part's size only."""
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * row_stride
+    lane = tl.arange(0, BLOCK)
+    largest = tl.full((BLOCK,), -float("inf"), dtype=tl.float32)
+    for at in range(0, part, BLOCK):
+        values = tl.load(start + at + lane, mask=at + lane < part, other=-float("inf")).to(tl.float32)
+        largest = tl.maximum(largest, values)
+    top = tl.max(largest, 0)
+    shift = tl.where(top == -float("inf"), 0.0, top)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for at in range(0, part, BLOCK):
+        values = tl.load(start + at + lane, mask=at + lane < part, other=-float("inf")).to(tl.float32)
+        total += tl.exp(values - shift)
+    tl.store(result + row * 2, top)
+    tl.store(result + row * 2 + 1, tl.sum(total, 0))
+
+
+def _triton(logits: Tensor) -> Tensor:
+    rows, part = logits.shape
+    result = torch.empty((rows, 2), dtype=torch.float32, device=logits.device)
+    if rows:
+        exponential_sums_kernel[(rows,)](logits, result, part, logits.stride(0), BLOCK=_BLOCK, num_warps=8)
+    return result
+
+
+exponential_sums.in_triton(_triton, invariant=True, kernels=(exponential_sums_kernel,))
+
+
+def logprobs_in_part(logits: Tensor, ids: Tensor, top: int, first: int) -> Tensor:
+    """What a rank tells of its logits [rows, part] for log-probabilities: [rows, 2 + top] int64.
+
+    ids [rows]: chosen, of any rank. First the bits of `exponential_sums`, then keys: of the chosen logit, `NO_KEY` on
+    ranks that do not hold it, and of the `top` likeliest, as many as there are and then `NO_KEY`.
+    """
+    rows, part = logits.shape
+    sums = exponential_sums(logits).contiguous().view(torch.int64)
+    column = ids.long()[:, None] - first
+    inside = (column >= 0) & (column < part)
+    absent = torch.full((rows, 1), NO_KEY, device=logits.device)
+    if not part:
+        return torch.cat((sums, absent.expand(-1, 1 + top)), 1)
+    chosen = score_keys(logits.gather(1, column.clamp(0, part - 1)), column + first)
+    likeliest, columns = logits.topk(min(top, part), -1)
+    found = torch.cat((sums, torch.where(inside, chosen, absent), score_keys(likeliest, columns + first)), 1)
+    return F.pad(found, (0, 2 + top - found.shape[1]), value=NO_KEY)
+
+
+def logprobs_of_parts(found: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities from what all ranks told, [rows, parts, 2 + top] int64 in the order of their ids.
+
+    Returns the chosen logits [rows] float32, which `count_above` counts by, and as `logprobs`: log-probabilities of
+    the chosen ids [rows] float32, the likeliest ids [rows, top] int32, lower ones first among equals, and theirs
+    [rows, top] float32; `top` is at most `vocabulary`, the number of all ids.
+    """
+    sums = found[:, :, :1].contiguous().view(torch.float32)
+    largest = sums[:, :, 0].amax(-1)
+    shares = sums[:, :, 1] * (sums[:, :, 0] - largest[:, None]).exp()
+    total = shares[:, 0]
+    for share in shares.unbind(1)[1:]:  # in the order of the ranks, on every one of them
+        total = total + share
+    log_total = total.log()
+    chosen = key_scores(found[:, :, 1].amax(-1))
+    top = min(found.shape[2] - 2, vocabulary)
+    keys = found[:, :, 2:].flatten(1).topk(top, -1).values
+    return (
+        chosen,
+        chosen - largest - log_total,
+        key_ids(keys),
+        key_scores(keys) - largest[:, None] - log_total[:, None],
     )
-    best_of_parts.implement("triton", "cuda", invariant=True, kernels=(best_of_parts_kernel,))(_choice_triton)
 
 
-def compile_cases() -> list[CompileCase]:
-    inputs = {"*bf16:16": "logits", "*fp32": "temperatures", "*i64": "seeds", "*i32": "steps"}
-    blocks = by_type({**inputs, "*fp32:16": "best", "*i32:16": "best_id", "i32": "vocab row_stride first_id"})
-    part = by_type({"*fp32:16": "best", "*i32:16": "best_id", "*i64:16": "keys", "i32": "blocks"})
-    choice = by_type({"*i64:16": "keys", "*i32:16": "result", "i32": "rows parts"})
-    constants = {"lowest": None, "last": None, "FILTERED": False} | GUMBEL_CONSTANTS
-    return [
-        CompileCase("gumbel blocks of a part", gumbel_blocks_kernel, blocks, constants, 4, 2),
-        CompileCase("gumbel part", gumbel_part_kernel, part, {"BLOCKS": 32}, 1, 2),
-        CompileCase("best of parts", best_of_parts_kernel, choice, {"ROWS": _CHOICE_ROWS, "PARTS": 8}, 1, 2),
-    ]
+def count_above(logits: Tensor, chosen: Tensor) -> Tensor:
+    """How many logits of a part are above the chosen: logits [rows, part], chosen [rows] -> [rows, 1] int32."""
+    return (logits > chosen[:, None]).sum(-1, keepdim=True, dtype=torch.int32)

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, libdevice, tl
+from strata.kernels.triton_import import constant, jit, libdevice, tl
 
 # What is drawn from a row that is no distribution.
 NO_ID = -1
@@ -135,7 +134,7 @@ _MURMUR_2 = -0x3D4D51CB
 _UNIT = (1 - 2.0**-24) * 2.0**-31  # keeps the largest uniform number below 1
 
 
-_LN2 = tl.constexpr(log(2)) if HAS_TRITON else None
+_LN2 = constant(log(2))
 _GUMBEL_BLOCK = 2048
 GUMBEL_CONSTANTS: dict[str, object] = {"UNIT": _UNIT, "BLOCK": _GUMBEL_BLOCK}
 _TOKEN_BLOCK = 4096
@@ -276,10 +275,7 @@ def _gumbel_triton(
     return result
 
 
-if HAS_TRITON:
-    gumbel_sample.implement("triton", "cuda", invariant=True, kernels=(gumbel_blocks_kernel, gumbel_reduce_kernel))(
-        _gumbel_triton
-    )
+gumbel_sample.in_triton(_gumbel_triton, invariant=True, kernels=(gumbel_blocks_kernel, gumbel_reduce_kernel))
 
 
 def _token_cost(logits: Tensor, ids: Tensor, *, workload: Workload) -> Cost:
@@ -297,7 +293,7 @@ def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 # ATen computes each row of a softmax over the last dimension by itself on CPU.
-token_logprobs.implement("torch", "cpu", invariant=True)(token_logprobs.reference)
+token_logprobs.by_definition("cpu", invariant=True)
 
 
 # The rows of an odd vocabulary begin at any address, and a slice of rows does too.
@@ -336,8 +332,7 @@ def _token_triton(logits: Tensor, ids: Tensor) -> Tensor:
     return result
 
 
-if HAS_TRITON:
-    token_logprobs.implement("triton", "cuda", invariant=True, kernels=(token_logprobs_kernel,))(_token_triton)
+token_logprobs.in_triton(_token_triton, invariant=True, kernels=(token_logprobs_kernel,))
 
 
 def logprobs(logits: Tensor, ids: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -351,19 +346,3 @@ def logprobs(logits: Tensor, ids: Tensor, top: int) -> tuple[Tensor, Tensor, Ten
     found = token_logprobs(logits, torch.cat((chosen, top_ids), 1))
     ranks = (logits > logits.gather(1, chosen)).sum(-1, dtype=torch.int32) + 1
     return found[:, 0], ranks, top_ids.int(), found[:, 1:]
-
-
-def compile_cases() -> list[CompileCase]:
-    inputs = {"*bf16:16": "logits", "*fp32": "temperatures", "*i64": "seeds", "*i32": "steps"}
-    blocks = by_type({**inputs, "*fp32:16": "lowest best", "*i32:16": "last best_id", "i32": "vocab row_stride"})
-    reduce = by_type({"*fp32:16": "best", "*i32:16": "best_id result", "i32": "blocks"})
-    token = {"*fp32": "logits", "*i64": "ids", "*fp32:16": "result", "i32": "vocab row_stride id_count"}
-    return [
-        CompileCase(
-            "gumbel blocks", gumbel_blocks_kernel, blocks, {"first_id": None, "FILTERED": True} | GUMBEL_CONSTANTS, 4, 2
-        ),
-        CompileCase("gumbel reduce", gumbel_reduce_kernel, reduce, {"BLOCKS": 128}, 1, 2),
-        CompileCase(
-            "token logprobs", token_logprobs_kernel, by_type(token), {"BLOCK": _TOKEN_BLOCK, "IDS": _TOKEN_IDS}, 8, 2
-        ),
-    ]

@@ -4,6 +4,7 @@ page is entered, and the ids that an earlier step drew."""
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,47 +12,46 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 
-def _cost(
-    tables: Tensor,
-    rows: Tensor,
-    offsets: Tensor,
-    lengths: Tensor,
-    slot_mapping: Tensor,
-    page_size: int,
-    *,
-    workload: Workload,
-) -> Cost:
-    pages = sum(-(-total // page_size) for total in workload.total)
-    return Cost(read=4 * rows.nbytes + 4 * pages, written=4 * pages)
+class TablesCall(NamedTuple):
+    """The operands of `gather_tables`.
 
-
-def _meta(
-    tables: Tensor, rows: Tensor, offsets: Tensor, lengths: Tensor, slot_mapping: Tensor, page_size: int
-) -> Tensor:
-    return tables.new_empty((len(rows), tables.shape[1]), device="meta")
-
-
-@operation(_cost, meta=_meta, mutates=("tables",))
-def gather_tables(
-    tables: Tensor, rows: Tensor, offsets: Tensor, lengths: Tensor, slot_mapping: Tensor, page_size: int
-) -> Tensor:
-    """The tables of a step's sequences: [sequences, most_pages] int32, right up to the page of the last token of each.
-
-    tables: [slots + 1, most_pages] int32 of all sequences, in which that page is entered; rows: [sequences] int32,
-    whose they are. offsets: [sequences + 1], lengths: [sequences], slot_mapping: [tokens], all int32, as in `Batch` and
-    `PagedKV`: the page follows from them, so that of one token nothing else has to tell the device. Length 0 enters
-    nothing.
+    tables: [slots + 1, most_pages] int32 of all sequences, in which the page of a last token is entered; rows:
+    [sequences] int32, whose they are. offsets: [sequences + 1], lengths: [sequences], slot_mapping: [tokens], all
+    int32, as in `Batch` and `PagedKV`: the page follows from them, so that of one token nothing else has to tell the
+    device. Length 0 enters nothing.
     """
+
+    tables: Tensor
+    rows: Tensor
+    offsets: Tensor
+    lengths: Tensor
+    slot_mapping: Tensor
+    page_size: int
+
+
+def _cost(call: TablesCall, *, workload: Workload) -> Cost:
+    pages = sum(-(-total // call.page_size) for total in workload.total)
+    return Cost(read=4 * call.rows.nbytes + 4 * pages, written=4 * pages)
+
+
+def _meta(call: TablesCall) -> Tensor:
+    return call.tables.new_empty((len(call.rows), call.tables.shape[1]), device="meta")
+
+
+@operation(_cost, operands=TablesCall, meta=_meta, mutates=("tables",))
+def gather_tables(call: TablesCall) -> Tensor:
+    """The tables of a step's sequences, [sequences, most_pages] int32, right up to the page of each last token."""
+    tables, rows, offsets, lengths, slot_mapping, page_size = call
     held = lengths > 0
     last = slot_mapping[offsets[1:][held].long() - 1]
     tables[rows[held].long(), ((lengths[held] - 1) // page_size).long()] = last // page_size
     return tables.index_select(0, rows)
 
 
-gather_tables.implement("torch", "cpu", invariant=True)(gather_tables.reference)
+gather_tables.by_definition("cpu", invariant=True)
 
 _BLOCK = 1024
 
@@ -79,21 +79,17 @@ def gather_tables_kernel(
     tl.store(result + sequence * most_pages + column, page, mask=(column <= last) & (column < most_pages))
 
 
-def _triton(
-    tables: Tensor, rows: Tensor, offsets: Tensor, lengths: Tensor, slot_mapping: Tensor, page_size: int
-) -> Tensor:
+def _triton(call: TablesCall) -> Tensor:
+    tables, rows, *others, page_size = call
     sequences, most_pages = len(rows), tables.shape[1]
     result = torch.empty((sequences, most_pages), dtype=tables.dtype, device=tables.device)
     if sequences:
         grid = (sequences, ceil_div(most_pages, _BLOCK))
-        gather_tables_kernel[grid](
-            tables, rows, offsets, lengths, slot_mapping, result, most_pages, PAGE_SIZE=page_size, BLOCK=_BLOCK
-        )
+        gather_tables_kernel[grid](tables, rows, *others, result, most_pages, PAGE_SIZE=page_size, BLOCK=_BLOCK)
     return result
 
 
-if HAS_TRITON:
-    gather_tables.implement("triton", "cuda", invariant=True, kernels=(gather_tables_kernel,))(_triton)
+gather_tables.in_triton(_triton, invariant=True, kernels=(gather_tables_kernel,))
 
 
 def _ids_cost(tokens: Tensor, sources: Tensor, newest: Tensor, *, workload: Workload) -> Cost:
@@ -109,7 +105,7 @@ def newest_tokens(tokens: Tensor, sources: Tensor, newest: Tensor) -> Tensor:
     return torch.where(sources >= 0, newest[sources.clamp(min=0)].clamp(min=0), tokens)
 
 
-newest_tokens.implement("torch", "cpu", invariant=True)(newest_tokens.reference)
+newest_tokens.by_definition("cpu", invariant=True)
 
 _IDS = 256
 
@@ -133,5 +129,4 @@ def _newest_triton(tokens: Tensor, sources: Tensor, newest: Tensor) -> Tensor:
     return result
 
 
-if HAS_TRITON:
-    newest_tokens.implement("triton", "cuda", invariant=True, kernels=(newest_tokens_kernel,))(_newest_triton)
+newest_tokens.in_triton(_newest_triton, invariant=True, kernels=(newest_tokens_kernel,))

@@ -13,7 +13,7 @@ from strata.kernels.op import operation
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.rounded_rows import round_rows, widen_rows
 from strata.kernels.state.rounded_triton import rounded_write_kernel, write_rounded
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 
 def _cost(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int, *, workload: Workload) -> Cost:
@@ -63,7 +63,7 @@ def _write_rounded(k: Tensor, v: Tensor, pages: PagedKV, layer: int) -> tuple[Te
     return held[0], held[1]
 
 
-kv_write.implement("index_copy", "cpu", invariant=True)(kv_write.reference)
+kv_write.by_definition("cpu", name="index_copy", invariant=True)
 
 
 # What stands in a step's buffer begins at any address.
@@ -134,5 +134,4 @@ def _kernels(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[A
     return (rounded_write_kernel if pages is not None and pages.is_rounded else kv_write_kernel,)
 
 
-if HAS_TRITON:
-    kv_write.implement("triton", "cuda", invariant=True, kernels=_kernels)(_triton)
+kv_write.in_triton(_triton, invariant=True, kernels=_kernels)

@@ -16,7 +16,7 @@ from strata.kernels.norm.norm import inverse_rms, rms_norm, scaled
 from strata.kernels.op import operation
 from strata.kernels.rotary.rope import rotated_pairs, turned
 from strata.kernels.state.paged import PagedKV
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 
 class LatentWriteCall(NamedTuple):
@@ -154,7 +154,5 @@ def _fits(call: LatentWriteCall) -> bool:
     )
 
 
-if HAS_TRITON:
-    latent_write.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(latent_write_kernel,))(_triton)
-for _device in ("cpu", "cuda"):
-    latent_write.implement("torch", _device, differentiable=True, supports=_without_pages)(latent_write.definition)
+latent_write.in_triton(_triton, invariant=True, supports=_fits, kernels=(latent_write_kernel,))
+latent_write.by_definition("cpu", "cuda", differentiable=True, supports=_without_pages)

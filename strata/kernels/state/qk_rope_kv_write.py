@@ -17,7 +17,7 @@ from strata.kernels.rotary.rope import rope
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.rounded_triton import rounded_write_kernel, write_rounded
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 
 class HeadsCall(NamedTuple):
@@ -223,5 +223,4 @@ def _kernels(call: HeadsCall) -> tuple[Any, ...]:
     return (qk_rope_kv_write_kernel, *[rounded_write_kernel] * rounds)
 
 
-if HAS_TRITON:
-    qk_rope_kv_write.implement("triton", "cuda", invariant=True, supports=_fits, kernels=_kernels)(_triton)
+qk_rope_kv_write.in_triton(_triton, invariant=True, supports=_fits, kernels=_kernels)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from strata.kernels.activation.gelu_mul import gelu_mul
+from strata.kernels.activation.silu_mul import gelu_mul
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.layers import MLP, Attention, CausalLM, DecoderLayer, LayerAttention, OffsetRMSNorm, RMSNorm

@@ -12,8 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from strata.kernels.recurrent.calls import StateSpaceSpec
 from strata.kernels.recurrent.gated_norm import gated_rms_norm
+from strata.kernels.recurrent.sequences import StateSpaceSpec
 from strata.kernels.recurrent.short_convolution import short_convolution
 from strata.kernels.recurrent.state_space import state_space
 from strata.models.batch import Batch

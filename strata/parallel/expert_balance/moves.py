@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from strata.comm.collectives import Transfer, start_transfers
 from strata.comm.mesh import Axis
-from strata.comm.transfers import Transfer, start_transfers
 from strata.parallel.expert_balance.placement import Numbers
 
 # What a move holds beside the weights, about.

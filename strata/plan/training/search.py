@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from strata.comm.network import Network
+from strata.comm.cost import Network
 from strata.hardware.links import Link
 from strata.plan.training.candidates import candidates
 from strata.plan.training.task import TrainingTask

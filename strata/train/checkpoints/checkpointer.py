@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from strata.comm.collectives import Pending, start_all_reduce
-from strata.comm.exchange import all_gather_bytes, all_gather_json
+from strata.comm.collectives import Pending, all_gather_bytes, all_gather_json, start_all_reduce
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
 from strata.train.checkpoints.folder import (

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import msgspec
 import torch
 
-from strata.comm.exchange import all_gather_json
+from strata.comm.collectives import all_gather_json
 from strata.comm.mesh import Mesh
 from strata.comm.placement import Placement
 from strata.parallel.data_parallel import ParameterShard

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from strata.comm.network import Network
+from strata.comm.cost import Network
 from strata.hardware.figures import Device
-from strata.kernels.loss.loss import CHUNK_ELEMENTS
-from strata.kernels.loss.loss_grad import CHUNK_BYTES
+from strata.kernels.loss.loss import CHUNK_BYTES, CHUNK_ELEMENTS
 from strata.models.config import ModelConfig
 from strata.models.families import FAMILIES
 from strata.models.family_config import RecurrenceConfig

@@ -23,8 +23,6 @@ from strata.models.families import build
 _TOKENS = 1024
 # What attention launches before and behind its own kernels in the backward pass (cuDNN).
 _AROUND_ATTENTION = 3
-# That of latents has the product that expands them in it.
-ATTENTIONS = ("attention", "latent_attention")
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ def _unlike_costs(config: ModelConfig, length: int, fused: bool) -> tuple[LayerC
     if fused:
         graph = fuse(merge(graph))
     found = [[PassCost(), PassCost()] for _ in range(config.num_layers)]
-    attentions = {node.name: node for node in _nodes(graph, length) if node.operation in ATTENTIONS}
+    attentions = {node.name: node for node in _nodes(graph, length) if node.is_attention}
     for node in _nodes(graph, _TOKENS):
         if node.layer is None:
             continue
@@ -90,7 +88,7 @@ def _unlike_costs(config: ModelConfig, length: int, fused: bool) -> tuple[LayerC
 
 
 def _pass_cost(config: ModelConfig, node: NodeCost, cost: Cost, *, backward: bool) -> PassCost:
-    if node.operation in ATTENTIONS:
+    if node.is_attention:
         return PassCost(attention=cost.flops, attended=cost.bytes, kernels=1 + backward * _AROUND_ATTENTION)
     moved, weights = _traffic(cost, backward), cost.weights * (1 + backward)
     if node.is_mixture:

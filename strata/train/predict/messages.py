@@ -77,7 +77,7 @@ class Axes:
 
 
 def sent(rates: Rates, collective: str, nbytes: int, axis: AxisRanks, calls: int = 1, share: float = 1.0) -> Messages:
-    """A collective of `strata.comm.network`, its bytes sent in so many calls one after another; nothing along an
+    """A collective of `strata.comm.cost`, its bytes sent in so many calls one after another; nothing along an
     axis of one rank."""
     if rates.network is None or axis.size == 1:
         return Messages()

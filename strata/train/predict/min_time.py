@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 
-from strata.comm.network import Network
+from strata.comm.cost import Network
 from strata.hardware.figures import Device
 from strata.hardware.roofline import Cost
 from strata.parallel.schedules import make_schedule

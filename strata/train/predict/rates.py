@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strata.comm.network import Network
+from strata.comm.cost import Network
 from strata.cost.training_rates import TRAINING_RATES
 from strata.hardware.figures import Device
 from strata.hardware.links import link_of

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from strata.comm.mesh import Axis
 from strata.kernels.gradient_target import Memory
-from strata.kernels.loss.loss_grad import CHUNK_BYTES, cross_entropy_gradients
+from strata.kernels.loss.loss import CHUNK_BYTES, cross_entropy_gradients
 from strata.models.batch import Batch
 from strata.models.layers import CausalLM
 from strata.parallel.data_parallel import Gradients

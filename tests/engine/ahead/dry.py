@@ -15,7 +15,7 @@ from strata.engine.engine_config import EngineConfig
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
 from strata.hardware.specs import device
-from strata.kernels.compiling.variant import Variant
+from strata.kernels.compiling.noting import Variant
 from strata.kernels.device_limits import DeviceLimits
 
 WAYS: list[dict[str, Any]] = [

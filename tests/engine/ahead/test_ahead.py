@@ -36,7 +36,7 @@ from strata.engine.startup.memory import RankPlace, listed_memory
 from strata.engine.startup.sequences import with_sequences
 from strata.hardware.specs import device
 from strata.kernels.compiling import disk_cache
-from strata.kernels.compiling.variant import Variant
+from strata.kernels.compiling.noting import Variant
 from strata.kernels.device_limits import DeviceLimits
 from strata.models import weights
 from tests.engine.ahead.dry import hopper

@@ -17,6 +17,7 @@ from strata.engine.program.meta_model import MetaModel
 from strata.engine.program.variants import fused_products_pay
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
+from strata.kernels.choose import MEASURED, thresholds_of
 from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
 from strata.plan.meta_model import find_config, meta_model
 from tests.engine.program.programs import graph_of
@@ -258,9 +259,10 @@ def test_the_table_decides_whether_products_are_fused(sequences: int, model: Met
         }
         for fused in (True, False)
     )
-    assert fused_products_pay(small, large, sequences, slow) is (sequences <= 64)
-    assert fused_products_pay(small, large, sequences, fast)
-    assert fused_products_pay(small, large, sequences, {}) is (sequences <= 128)
+    known = thresholds_of(MEASURED)
+    assert fused_products_pay(small, large, sequences, slow, known) is (sequences <= 64)
+    assert fused_products_pay(small, large, sequences, fast, known)
+    assert fused_products_pay(small, large, sequences, {}, known) is (sequences <= 128)
 
 
 @pytest.mark.parametrize(("sequences", "alone"), [(8, "dot_kernel"), (64, "dot_kernel"), (100, "(cuBLAS)")])

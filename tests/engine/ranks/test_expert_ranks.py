@@ -15,7 +15,7 @@ from strata import LLM, SamplingParams
 from strata.engine.build import build_engine
 from strata.engine.engine_config import EngineConfig
 from strata.engine.ranks.expert_balance import ExpertBalance, RankExperts
-from strata.graph.ranks.narrow_messages import NARROW_TOKENS
+from strata.kernels.choose import MEASURED, thresholds_of
 from strata.models.experts import Experts
 from strata.models.save import save
 from strata.models.weights import load
@@ -260,7 +260,9 @@ def test_answers_by_messages_in_8_bits_stay_nearly_the_same(ran: list[tuple[str,
         [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)] for llm in (one, two)
     )
     # Of the one rank's large steps none; of the two ranks' all, and no others.
-    found_in = {(tokens >= NARROW_TOKENS, name == "narrow_logits") for name, tokens, _ in ran}
+    found_in = {
+        (tokens >= thresholds_of(MEASURED).quantized_message_tokens, name == "narrow_logits") for name, tokens, _ in ran
+    }
     assert {(True, False), (True, True)} <= found_in
     assert (False, True) not in found_in
     assert two.engine.ranks is not None

@@ -30,7 +30,7 @@ from strata.engine.warm_up import warm_up
 from strata.hardware.specs import device
 from strata.kernels.attention import decode_cuda
 from strata.kernels.attention.batch_parts import BatchParts
-from strata.kernels.attention.cudnn_plan import PlanShape
+from strata.kernels.attention.cudnn_prompts import PlanShape
 from strata.kernels.attention.decode_tile import decode_tile
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.state.paged import PagedKV

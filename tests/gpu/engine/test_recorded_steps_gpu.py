@@ -15,7 +15,7 @@ from strata import LLM, SamplingParams
 from strata.cache.tables import BufferShape
 from strata.engine.program.shape import StepShape
 from strata.engine.program.sizes import StepSizes
-from strata.kernels.attention.cudnn_plan import plan_for
+from strata.kernels.attention.cudnn_prompts import plan_for
 from strata.models.shapes import SHAPES
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ import torch
 from strata.kernels.attention import mixed as attention_mixed
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.batch_parts import BatchParts
-from strata.kernels.attention.cudnn_plan import plan_for, why_no_plan
+from strata.kernels.attention.cudnn_prompts import plan_for, why_no_plan
 from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.prompt_keys import gather_prompt_keys, reference
 from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequences

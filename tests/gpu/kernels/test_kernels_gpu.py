@@ -12,8 +12,7 @@ from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.linear import fixed as gemm_fixed
 from strata.kernels.linear.embedding import embedding, vocabulary_embedding
 from strata.kernels.linear.fixed import Tile
-from strata.kernels.linear.linear import linear
-from strata.kernels.linear.sliced import sliced_linear
+from strata.kernels.linear.linear import linear, sliced_linear
 from strata.kernels.loss.loss import linear_cross_entropy
 from strata.kernels.norm.norm import rms_norm
 from strata.kernels.pairwise import pairwise_sum

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.kernels.activation.clamped_swiglu import Clamp
+from strata.kernels.activation.silu_mul import Clamp
 from strata.kernels.choose import MEASURED, thresholds_of
-from strata.kernels.linear.wide_linear import wide_linear
+from strata.kernels.linear.linear import wide_linear
 from strata.kernels.moe.calls import ExpertsCall, LocalExpertsCall
 from strata.kernels.moe.combine import combine, summed
 from strata.kernels.moe.count import count_choices

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from strata.kernels.activation.sigmoid_gate import sigmoid_gate
 from strata.kernels.op import Operation
-from strata.kernels.recurrent.calls import StateSpaceSpec
 from strata.kernels.recurrent.deinterleave import deinterleave
 from strata.kernels.recurrent.gated_delta import gated_delta
 from strata.kernels.recurrent.gated_norm import gated_rms_norm
+from strata.kernels.recurrent.sequences import StateSpaceSpec
 from strata.kernels.recurrent.short_convolution import short_convolution
 from strata.kernels.recurrent.state_space import state_space
 from strata.kernels.state.fixed import FixedStates

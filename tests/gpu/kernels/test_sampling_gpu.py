@@ -7,10 +7,8 @@ import math
 import pytest
 import torch
 
-from strata.kernels.sampling.bitmask import apply_bitmask
-from strata.kernels.sampling.filters import filter_bounds
-from strata.kernels.sampling.part_logprobs import exponential_sums
-from strata.kernels.sampling.parts import best_in_part, best_of_parts
+from strata.kernels.sampling.filters import apply_bitmask, filter_bounds
+from strata.kernels.sampling.parts import best_in_part, best_of_parts, exponential_sums
 from strata.kernels.sampling.sampling import NO_ID, gumbel_sample, logprobs, ruled_out, scaled
 from tests.kernels.sampling.test_parts import cuts, drawn, told
 

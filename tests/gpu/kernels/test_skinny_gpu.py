@@ -17,8 +17,7 @@ from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.prenorm import linear_add, scaled_linear, scaled_linear_silu_mul
 from strata.kernels.linear.skinny import SkinnyProduct, multiply
-from strata.kernels.linear.skinny_candidates import candidates, variants
-from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, MOST_ROWS, SkinnyTile, device_tiles
+from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, MOST_ROWS, SkinnyTile, candidates, device_tiles, variants
 from strata.kernels.linear.tile_rule import chosen_tile, expected_tile
 from strata.kernels.split_counters import split_counters
 from strata.kernels.tuned import row_bucket

@@ -15,8 +15,7 @@ from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
 from strata.kernels.linear.silu_mul import linear_silu_mul
-from strata.kernels.loss.loss import linear_cross_entropy
-from strata.kernels.loss.loss_grad import cross_entropy_gradients, summed_cross_entropy
+from strata.kernels.loss.loss import cross_entropy_gradients, linear_cross_entropy, summed_cross_entropy
 from strata.kernels.norm import norm_grad  # noqa: F401  registers what is tested
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
 from strata.kernels.op import Operation

@@ -17,10 +17,10 @@ from strata.kernels.attention.attention import attention
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.decode import decode_attention
 from strata.kernels.attention.decode_tile import DecodeTile
-from strata.kernels.attention.divided import kept_cuda
+from strata.kernels.attention.divided.kept import attend as attend_kept
 from strata.kernels.attention.divided.kept import kept_attention
 from strata.kernels.attention.prompt_keys import gather_prompt_keys, reference
-from strata.kernels.attention.sparse import decodes_cuda, prompts_cuda
+from strata.kernels.attention.sparse import decodes, prompts
 from strata.kernels.attention.sparse.decodes import page_sparse_attention
 from strata.kernels.attention.sparse.prompts import block_sparse_attention
 from strata.kernels.attention.spec import AttentionCall, AttentionSpec, KeptCall, SparseCall
@@ -164,18 +164,18 @@ def test_kept_keys_of_prompts_and_mixed_steps(kept: KeptKeys) -> None:
     order = [2, 1, 0, 3, 4]  # the first of a step decode, the others are prompts
     in_order = Case(*([of_all[at] for at in order] for of_all in (case.q, case.k, case.v)))
     given = *kept_batch(case, KEPT_NEW, kept), KEPT_SPEC, kept
-    near(kept_cuda.attend(KeptCall(*given)), kept_attention.reference(*given))
+    near(attend_kept(KeptCall(*given)), kept_attention.reference(*given))
     q, k, v, batch = kept_batch(in_order, [KEPT_NEW[at] for at in order], kept)
     wanted = kept_attention.reference(q, k, v, batch, KEPT_SPEC, kept)
     for known in (2, None):
-        near(kept_cuda.attend(KeptCall(q, k, v, with_parts(batch, 2, known), KEPT_SPEC, kept)), wanted)
+        near(attend_kept(KeptCall(q, k, v, with_parts(batch, 2, known), KEPT_SPEC, kept)), wanted)
 
 
 @every_rank
 def test_kept_keys_of_decodes(kept: KeptKeys) -> None:
     q, k, v, batch = kept_batch(Case.random([270, 5, 1], heads=4, kv_heads=2, head_dim=20), [1, 1, 1], kept)
     wanted = kept_attention.reference(q, k, v, batch, KEPT_SPEC, kept)
-    near(kept_cuda.attend(KeptCall(q, k, v, batch, KEPT_SPEC, kept)), wanted)
+    near(attend_kept(KeptCall(q, k, v, batch, KEPT_SPEC, kept)), wanted)
     for splits, apart in ((1, False), (4, False), (4, True)):
         out, sums = torch.empty(3, 4, 20), torch.empty(3, 4)
         given = q.flatten(1), 4, 20, batch.pages, KEPT_SPEC
@@ -216,9 +216,9 @@ SPARSE_PROMPTS = {
 @pytest.mark.parametrize("name", SPARSE_PROMPTS)
 def test_block_sparse_prompts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given, alike, choice, sinks = SPARSE_PROMPTS[name]
-    monkeypatch.setattr(prompts_cuda, "pooled_tile", lambda head_dim, dtype: Tile(32, 16, 4, 1))
+    monkeypatch.setattr(prompts, "pooled_tile", lambda head_dim, dtype: Tile(32, 16, 4, 1))
     wanted = block_sparse_attention.reference(*given, SPEC, choice, sinks)
-    near(prompts_cuda.attend(SparseCall(*alike, SPEC, choice, sinks)), wanted)
+    near(prompts.attend(SparseCall(*alike, SPEC, choice, sinks)), wanted)
 
 
 @pytest.mark.parametrize("recorded", [False, True])
@@ -226,7 +226,7 @@ def test_decodes_over_chosen_pages(recorded: bool, monkeypatch: pytest.MonkeyPat
     """Of the second sequence no key has a positive score; or in a step with a prompt, of which only the device knows
     how many decode. Programs score pages more than once."""
     for name, value in (("_LEAST_PLACES", 8), ("SCORED_PAGES", 2), ("_SCORE_PROGRAMS", 8)):
-        monkeypatch.setattr(decodes_cuda, name, value)
+        monkeypatch.setattr(decodes, name, value)
     case = Case.random([40, 90, 25] if recorded else [40, 100], heads=6, kv_heads=2, head_dim=12)
     if not recorded:
         case.q[1].abs_()
@@ -235,6 +235,6 @@ def test_decodes_over_chosen_pages(recorded: bool, monkeypatch: pytest.MonkeyPat
     own = batch._replace(pages=replace(batch.pages, bounds=tuple(one.clone() for one in batch.pages.bounds)))
     own = with_parts(own, 2, None) if recorded else own
     wanted = page_sparse_attention.reference(*given, SPEC, PAGES, SINKS)
-    near(decodes_cuda.attend(SparseCall(*vectors, own, SPEC, PAGES, SINKS)), wanted)
+    near(decodes.attend(SparseCall(*vectors, own, SPEC, PAGES, SINKS)), wanted)
     for ours, theirs in zip(own.pages.bounds, batch.pages.bounds, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)

@@ -17,6 +17,7 @@ from strata.kernels.attention.decode_tile import DecodeTile, decode_tile
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
 from strata.kernels.state.paged import PagedKV
 from tests.kernels.attention.cases import copied, decode_step
+from tests.kernels.launches.noted import empty as meta
 from tests.kernels.linear.assembly import float16_halves, run
 
 PAGE = 4
@@ -91,10 +92,6 @@ def test_in_bf16_new_keys_are_rounded_before_they_are_scored() -> None:
     assert found.dtype == torch.bfloat16
     expected = torch.stack([row for row in twin(given, alone, 0.3, None) if row is not None])
     torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 @pytest.mark.parametrize(("window", "seen"), [(None, 5 + 1 + 30), (4, 4 + 1 + 4)])

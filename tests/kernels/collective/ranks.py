@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from strata.comm import all_reduce_cuda as launches
-from strata.comm import sent_product_cuda
-from strata.comm.all_gather_cuda import one_shot_gather
+from strata.comm.all_reduce_cuda import one_shot_gather
 from strata.comm.experts import rows
 from strata.comm.mesh import Axis
 from strata.comm.symmetric import InboxLayout, SymmetricMemory
@@ -83,8 +82,8 @@ def run_sent(axis: Axis, rank: int, call: int) -> tuple[Tensor, ...]:
     """A product that is sent with the sum and the norm behind it, which must be those of a product that is stored."""
     tile, x, weight, residual = sent_inputs(rank, call)
     norm_weight = numbers(51, 0, (1, SENT_COLUMNS), torch.half)[0]
-    sent_product_cuda._tile = lambda x, weight: tile
-    found = sent_product_cuda.sent_product_norm(x, axis, weight, residual, norm_weight, 1e-5)
+    launches._tile = lambda x, weight: tile
+    found = launches.sent_product_norm(x, axis, weight, residual, norm_weight, 1e-5)
     (stored,) = multiply(SkinnyProduct(x, weight), tile)
     for one, other in zip(found, launches.one_shot_norm(stored, axis, residual, norm_weight, 1e-5), strict=True):
         assert torch.equal(one, other), (tile, call)

@@ -16,8 +16,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from strata.kernels.compiling import workers as module
-from strata.kernels.compiling.noting import noting
-from strata.kernels.compiling.variant import Variant
+from strata.kernels.compiling.noting import Variant, noting
 from strata.kernels.compiling.workers import Outcome, Workers
 from tests.kernels.compiling.doubled import doubled_kernel
 

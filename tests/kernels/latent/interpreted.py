@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.kernels.latent import cuda, expanded_cuda, tiles
+from strata.kernels.latent import cuda, expanded_cuda
 from strata.kernels.latent.attention import latent_attention
 from strata.kernels.latent.divided import kept_latent_attention
 from strata.kernels.latent.forms import Dims, LatentCall
@@ -192,4 +192,4 @@ def test_expanded_prompts(call: Call) -> None:
 
 @pytest.fixture(autouse=True)
 def _short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "_SPLIT_ROWS", 32)  # so that short sequences are divided
+    monkeypatch.setattr(cuda, "_SPLIT_ROWS", 32)  # so that short sequences are divided

@@ -17,6 +17,7 @@ from strata.kernels.latent.forms import Dims, expanded
 from strata.kernels.rotary.rope import rope_angles
 from strata.kernels.state.kept_keys import KeptKeys
 from strata.kernels.state.latent_write import latent_write
+from tests.kernels.launches.noted import empty as meta
 
 from .cases import SPEC, Call, by_ranks, make_call, with_parts
 
@@ -103,10 +104,6 @@ def test_gradients_are_those_of_finite_differences() -> None:
     angles = rope_angles(torch.tensor([2, 0, 1], dtype=torch.int32), torch.randn(4, 4, dtype=torch.float64))
     leaves = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 9), (5,))]
     assert torch.autograd.gradcheck(lambda x, w: latent_write(x, w, 1e-6, *angles, None, 0, True), leaves)
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def test_costs_are_the_hand_counts() -> None:

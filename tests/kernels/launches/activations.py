@@ -7,18 +7,17 @@ from functools import partial
 
 import torch
 
-from strata.kernels.activation.gelu_mul import gelu_mul
 from strata.kernels.activation.rounded_silu_mul import silu_mul_round
 from strata.kernels.activation.sigmoid_gate import sigmoid_gate
-from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.activation.silu_mul import gelu_mul, silu_mul
 from strata.kernels.activation.silu_mul_grad import silu_mul_gradients
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.quant.dequantize import dequantize
 from strata.kernels.quant.expand import expand_on_device
 from strata.kernels.quant.fp8 import quantize
 from strata.kernels.quant.packed import PackedWeight, pack
 from strata.kernels.quant.round_rows import round_rows
 from strata.kernels.quant.schemes import SCHEMES, SPARSITIES
+from tests.kernels.compiled_for import CompileCase
 
 from .noted import empty, noted
 

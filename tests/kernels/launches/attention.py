@@ -10,16 +10,17 @@ import torch
 from strata.kernels.attention import cuda, decode_cuda, fixed
 from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.prompt_keys import gather_prompt_keys
-from strata.kernels.attention.sparse import decodes_cuda, prompts_cuda
+from strata.kernels.attention.sparse import decodes as decodes_file
+from strata.kernels.attention.sparse import prompts as prompts_file
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.choice_triton import pooled_scores_kernel
 from strata.kernels.attention.sparse.page_choice import PageChoice
 from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequences, SparseCall
 from strata.kernels.attention.varlen_triton import attention_kernel
 from strata.kernels.attention.virtual_sequences import Rows, as_virtual_sequences, virtual_sequences
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 from strata.kernels.state.paged import PagedKV
+from tests.kernels.compiled_for import CompileCase
 
 from .noted import BF16, EPS, FP16, FP32, empty, ints, noted
 
@@ -129,14 +130,14 @@ def sparse_prompts(
     name = f"of blocks {dtype} head_dim {head_dim} group {group} page_size {page_size} keys {keys}" + " sinks" * sinks
     kernels = {pooled_scores_kernel: must, attention_kernel: must}
     # As of `attention_kernel`, and some more outside of its loops.
-    return noted(name, lambda: prompts_cuda.attend(call), kernels, 144 if head_dim in (64, 128) else 0)
+    return noted(name, lambda: prompts_file.attend(call), kernels, 144 if head_dim in (64, 128) else 0)
 
 
 def sparse_decodes() -> list[CompileCase]:
     q, k, v, batch, spec, _ = call_of(BF16, 4, 128, 16, tokens=32, longest=1)
     held = replace(pages(BF16, 128, 16, 32, 1 << 17), bounds=(empty(64, 2, KV_HEADS, 128),))
     call = SparseCall(q, k, v, batch._replace(pages=held), spec, PageChoice(128))
-    return noted("of 8192 pages", lambda: decodes_cuda.attend(call))
+    return noted("of 8192 pages", lambda: decodes_file.attend(call))
 
 
 def division(sequences: int, fresh: bool) -> list[CompileCase]:

@@ -8,10 +8,15 @@ from typing import Any
 
 import torch
 
-from strata.comm.all_gather_cuda import one_shot_gather
-from strata.comm.all_reduce_cuda import flagged_norm, one_shot, one_shot_norm, two_shot
+from strata.comm.all_reduce_cuda import (
+    flagged_norm,
+    one_shot,
+    one_shot_gather,
+    one_shot_norm,
+    sent_product_norm,
+    two_shot,
+)
 from strata.comm.experts.rows import scatter_sums
-from strata.comm.sent_product_cuda import sent_product_norm
 from strata.comm.symmetric import imagined
 from strata.kernels.collective.all_reduce import (
     gather_rows_kernel,
@@ -23,7 +28,7 @@ from strata.kernels.collective.flagged import flagged_norm_kernel
 from strata.kernels.collective.joined_heads import join_packed, pack_heads
 from strata.kernels.collective.rounded_parts import round_parts, sum_parts, widen_parts
 from strata.kernels.collective.sent_products import one_shot_received_norm_kernel
-from strata.kernels.compile_case import CompileCase
+from tests.kernels.compiled_for import CompileCase
 
 from .noted import BF16, EPS, FP16, FP32, empty, noted
 

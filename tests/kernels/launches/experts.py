@@ -9,18 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.kernels.activation.clamped_swiglu import Clamp
-from strata.kernels.compile_case import CompileCase
+from strata.kernels.activation.silu_mul import Clamp
 from strata.kernels.moe import combine, count
 from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
 from strata.kernels.moe.few_tokens import by_choices, choice_gate_kernel, choice_sum_kernel
 from strata.kernels.moe.grouped import grouped_product
 from strata.kernels.moe.grouped_kernels import grouped_kernel, quantized_grouped_kernel
 from strata.kernels.moe.local_order import sort_choices
-from strata.kernels.moe.route import SOFTMAX, Choice, in_one_launch
-from strata.kernels.moe.route_triton import route_kernel
+from strata.kernels.moe.route import SOFTMAX, Choice, in_one_launch, route_kernel
 from strata.kernels.quant.packed import PackedWeight, pack
 from strata.kernels.quant.schemes import SCHEMES
+from tests.kernels.compiled_for import CompileCase
 
 from .noted import BF16, FP16, FP32, empty, ints, noted
 

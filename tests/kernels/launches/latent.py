@@ -6,13 +6,13 @@ import torch
 
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.spec import AttentionSpec, Sequences
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.latent import cuda, expanded_cuda
 from strata.kernels.latent.expanded_triton import expanded_prompt_kernel
 from strata.kernels.latent.forms import KeptLatentCall, LatentCall
 from strata.kernels.latent.kernels_triton import latent_decode_kernel, latent_prompt_kernel
 from strata.kernels.state.kept_keys import KeptKeys
 from strata.kernels.state.paged import PagedKV
+from tests.kernels.compiled_for import CompileCase
 
 from .noted import BF16, FP32, empty, ints, noted
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from strata.kernels.compile_case import CompileCase
-from strata.kernels.linear import fixed, silu_mul, sliced
+from strata.kernels.linear import fixed, linear, silu_mul
 from strata.kernels.linear.packed.rounded_kernel import rounded_product_kernel
 from strata.kernels.linear.packed.split_product import SplitTile, split_product, split_product_kernel
 from strata.kernels.linear.rounded_linear import RoundedCall, by_tiles
@@ -18,6 +17,7 @@ from strata.kernels.linear.skinny import Inboxes, SkinnyProduct, launch
 from strata.kernels.linear.skinny_kernels import dot_kernel, gemv_kernel
 from strata.kernels.linear.skinny_tiles import SkinnyTile
 from strata.kernels.quant.packed import PackedWeight, Scheme, pack
+from tests.kernels.compiled_for import CompileCase
 
 from .noted import BF16, EPS, FP32, empty, ints, noted
 
@@ -44,7 +44,7 @@ def fixed_tiles() -> Iterator[CompileCase]:
     tiles = [(tile, BF16) for tile in (fixed._NARROW, fixed._SHORT, fixed._SMALL, fixed._MIDDLE, fixed._LARGE)]
     for slices, some in (
         (1, [*tiles, (fixed._SINGLE, FP32)]),
-        (sliced.MOST_SLICES, [(sliced._FEW, BF16), (sliced._MANY, BF16), (sliced._SINGLE, FP32)]),
+        (linear.MOST_SLICES, [(linear._FEW, BF16), (linear._MANY, BF16), (linear._SINGLE, FP32)]),
     ):
         for tile, dtype in some:
             x, weight = (empty(rows, WIDTH, dtype=dtype) for rows in (1000, OUT))

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.linear.embedding import embedding, vocabulary_embedding
 from strata.kernels.norm import norm_grad
 from strata.kernels.norm.norm import launch_norm
+from tests.kernels.compiled_for import CompileCase
 
 from .noted import EPS, empty, ints, noted
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.device_limits import DeviceLimits, meta_means
+from tests.kernels.compiled_for import CompileCase
 
 H200 = DeviceLimits("NVIDIA H200", (9, 0), 232448, 132)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -34,8 +34,7 @@ def noted(
     bytes that a kernel may spill."""
     from triton.backends.compiler import GPUTarget
 
-    from strata.kernels.compiling.noting import noting
-    from strata.kernels.compiling.variant import Variant
+    from strata.kernels.compiling.noting import Variant, noting
 
     variants: list[Variant] = []
     with noting(GPUTarget("cuda", 90, 32), variants.append), meta_means(H200), torch.inference_mode():

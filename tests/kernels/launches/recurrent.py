@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.recurrent import delta_chunks_cuda, gated_delta_triton, state_space_triton
-from strata.kernels.recurrent.calls import GatedDeltaCall, StateSpaceCall, StateSpaceSpec
 from strata.kernels.recurrent.deinterleave import deinterleave
 from strata.kernels.recurrent.delta_chunks_cuda import KERNELS
 from strata.kernels.recurrent.gated_norm import gated_rms_norm
+from strata.kernels.recurrent.sequences import GatedDeltaCall, StateSpaceCall, StateSpaceSpec
 from strata.kernels.recurrent.short_convolution import short_convolution
 from strata.kernels.state.fixed import FixedStates
 from strata.models.batch import Batch
+from tests.kernels.compiled_for import CompileCase
 
 from .noted import EPS, FP32, empty, ints, noted
 

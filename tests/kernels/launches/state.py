@@ -7,13 +7,13 @@ from functools import partial
 import torch
 
 from strata.kernels.attention.spec import HeadsSpec
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.rotary import rope_grad
 from strata.kernels.rotary.rope import partial_rope, rope, rope_angles, tail_rope
 from strata.kernels.state.gather_tables import gather_tables, newest_tokens
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.latent_write import latent_write
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
+from tests.kernels.compiled_for import CompileCase
 
 from .attention import pages
 from .noted import BF16, EPS, FP32, empty, ints, noted

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strata.kernels.linear.linear import sliced_linear
 from strata.kernels.linear.prenorm import linear_add, scaled_linear, scaled_linear_silu_mul
 from strata.kernels.linear.silu_mul import linear_silu_mul
-from strata.kernels.linear.sliced import sliced_linear
 from strata.kernels.pairwise import pairwise_sum
 
 

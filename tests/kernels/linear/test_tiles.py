@@ -28,8 +28,7 @@ from strata.kernels.linear.packed.split_product import (
     sums_bytes,
 )
 from strata.kernels.linear.skinny import Launch, launch
-from strata.kernels.linear.skinny_candidates import candidates, variants
-from strata.kernels.linear.skinny_tiles import SkinnyTile, aligned, tiles_of
+from strata.kernels.linear.skinny_tiles import SkinnyTile, aligned, candidates, tiles_of, variants
 from strata.kernels.linear.tile_rule import LIBRARY_TOO, bandwidth, choose_tile, expected_seconds, expected_tile
 from strata.kernels.quant.packed import pack
 from strata.kernels.quant.schemes import SCHEMES

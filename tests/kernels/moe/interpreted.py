@@ -11,16 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
-from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.activation.silu_mul import Clamp, clamped_swiglu, silu_mul
 from strata.kernels.moe import local_order
 from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
 from strata.kernels.moe.experts import biased_experts, experts
 from strata.kernels.moe.few_tokens import ChoiceTile, by_choices
-from strata.kernels.moe.grouped import grouped_product
-from strata.kernels.moe.grouped_tiles import GroupedTile
-from strata.kernels.moe.local_order import local_numbers
-from strata.kernels.moe.order import Order
+from strata.kernels.moe.grouped import GroupedTile, grouped_product
+from strata.kernels.moe.local_order import Order, local_numbers
 from strata.kernels.moe.route import SOFTMAX, in_one_launch, route
 from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack, spread
 from strata.kernels.quant.round_rows import round_rows

@@ -14,13 +14,12 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkR
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.linear.wide_linear import wide_linear
+from strata.kernels.linear.linear import wide_linear
 from strata.kernels.moe import experts as moe_experts
-from strata.kernels.moe.by_expert import give_back, take_rows
-from strata.kernels.moe.combine import combine, summed
+from strata.kernels.moe.combine import combine, give_back, summed, take_rows
 from strata.kernels.moe.count import count_choices
 from strata.kernels.moe.experts import by_library, experts
-from strata.kernels.moe.order import Order
+from strata.kernels.moe.local_order import Order
 from strata.kernels.moe.route import Choice, route
 from strata.kernels.state.kept_keys import ELSEWHERE
 
@@ -196,14 +195,15 @@ def test_a_bias_changes_the_choice_and_not_the_weights() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("hidden", "width"), [(16, 8), (20, 7)])
+@pytest.mark.parametrize(("hidden", "width", "weights_of"), [(16, 8, "wide"), (20, 7, "wide"), (16, 8, "narrow")])
 def test_cuda_has_a_way_that_asks_the_host_for_nothing(
-    dtype: torch.dtype, hidden: int, width: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, hidden: int, width: int, weights_of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As recording a step in a CUDA graph demands: a tensor without values cannot tell the host any."""
     pytest.importorskip("triton")
     given = [one.to(dtype) if one.is_floating_point() else one for one in inputs(6, 2, hidden=hidden, width=width)]
-    given[1] = given[1].float()
+    if weights_of == "wide":  # as a router makes them
+        given[1] = given[1].float()
     chosen = experts.bind("cuda").choose(*given)
     assert chosen.name == "triton tiles"
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from strata.engine.startup.packing import Packing
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.activation.clamped_swiglu import Clamp
+from strata.kernels.activation.silu_mul import Clamp
 from strata.kernels.choose import MEASURED, thresholds_of
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits, as_if_on
 from strata.kernels.moe import combine as moe_combine

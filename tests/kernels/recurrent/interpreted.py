@@ -23,9 +23,9 @@ from strata.kernels.recurrent import (
     state_space,
     state_space_triton,
 )
-from strata.kernels.recurrent.calls import GatedDeltaCall, StateSpaceCall, StateSpaceSpec
 from strata.kernels.recurrent.delta_chunks_cuda import ColumnTile, DeltaTiles
 from strata.kernels.recurrent.gated_delta import gated_delta
+from strata.kernels.recurrent.sequences import GatedDeltaCall, StateSpaceCall, StateSpaceSpec
 from strata.kernels.rotary import rope as rope_file
 from strata.kernels.rotary.rope import rope_angles
 from strata.kernels.state.fixed import FixedStates

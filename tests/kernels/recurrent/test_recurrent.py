@@ -16,12 +16,13 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.op import Operation
-from strata.kernels.recurrent.calls import StateSpaceSpec
 from strata.kernels.recurrent.gated_delta import gated_delta
 from strata.kernels.recurrent.gated_norm import gated_rms_norm
+from strata.kernels.recurrent.sequences import StateSpaceSpec
 from strata.kernels.recurrent.short_convolution import short_convolution
 from strata.kernels.recurrent.state_space import state_space
 from strata.kernels.state.fixed import FixedStates
+from tests.kernels.launches.noted import empty as meta
 
 from .steps import HERE, in_pieces, pool, step
 
@@ -281,10 +282,6 @@ def test_gated_norms_have_the_bits_of_transformers(dtype: torch.dtype) -> None:
     after = Qwen3NextRMSNormGated(24, eps=1e-6).to(dtype)
     torch.nn.init.normal_(after.weight)
     assert torch.equal(gated_rms_norm(x, gate, after.weight, 1e-6, 24, False), after(x, gate))
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def test_costs_of_the_delta_rule_are_the_hand_counts() -> None:

@@ -20,8 +20,8 @@ from strata.engine.startup.recurrent_scratch import recurrent_bytes
 from strata.hardware.specs import device
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.recurrent import delta_chunks_cuda, gated_delta_triton, state_space_triton
-from strata.kernels.recurrent.calls import StateSpaceSpec
 from strata.kernels.recurrent.gated_delta import gated_delta
+from strata.kernels.recurrent.sequences import StateSpaceSpec
 from strata.kernels.recurrent.state_space import state_space
 from strata.kernels.state.fixed import FixedStates
 from strata.models.batch import Batch

@@ -12,11 +12,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.sampling.bitmask import apply_bitmask
-from strata.kernels.sampling.part_logprobs import count_above, exponential_sums, logprobs_in_part, logprobs_of_parts
-from strata.kernels.sampling.parts import best_in_part, best_of_parts
+from strata.kernels.sampling.filters import apply_bitmask
+from strata.kernels.sampling.parts import (
+    NO_KEY,
+    best_in_part,
+    best_of_parts,
+    count_above,
+    exponential_sums,
+    key_ids,
+    key_scores,
+    logprobs_in_part,
+    logprobs_of_parts,
+    score_keys,
+)
 from strata.kernels.sampling.sampling import NO_ID, gumbel_noise, gumbel_sample, logprobs
-from strata.kernels.sampling.score_keys import NO_KEY, key_ids, key_scores, score_keys
 
 
 def cuts(vocabulary: int, parts: int) -> list[tuple[int, int]]:

@@ -10,9 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from strata.hardware.roofline import Workload
-from strata.kernels.sampling.bitmask import apply_bitmask
-from strata.kernels.sampling.filters import filter_bounds
-from strata.kernels.sampling.integer_probabilities import integer_probabilities
+from strata.kernels.sampling.filters import apply_bitmask, filter_bounds
+from strata.kernels.sampling.filters_triton import integer_probabilities
 from strata.kernels.sampling.sampling import (
     NO_ID,
     gumbel_noise,

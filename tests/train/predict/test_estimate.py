@@ -12,7 +12,7 @@ from strata.cli.train_estimate import estimate_text
 from strata.files.toml_tables import read_table
 from strata.hardware.figures import Device
 from strata.hardware.specs import device
-from strata.kernels.activation.clamped_swiglu import clamped_swiglu
+from strata.kernels.activation.silu_mul import clamped_swiglu
 from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequences
 from strata.kernels.attention.train import packed
 from strata.kernels.loss.loss import linear_cross_entropy

@@ -13,16 +13,15 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.attention import attention
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch, Sequences
+from strata.kernels.attention.spec import AttentionSpec, PackedBatch, Sequences, pages_of
 from strata.kernels.op import ATEN, Operation, operation
 from strata.kernels.state.kept_keys import KeptKeys
 from strata.kernels.state.paged import PagedKV
 
 
 def _rows_meta(k: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys, tensors: int) -> Tensor:
-    assert batch.pages is not None
-    pool = batch.pages.keys[spec.layer]
-    return pool.new_empty((batch.pages.tables.numel(), tensors, *pool.shape[1:]), device="meta")
+    pool = pages_of(batch).keys[spec.layer]
+    return pool.new_empty((pages_of(batch).tables.numel(), tensors, *pool.shape[1:]), device="meta")
 
 
 def _rows_cost(
@@ -39,8 +38,7 @@ def kept_rows(k: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys
 
     k: what the pages have been written with before. tensors: 2 for keys and values, 1 if a row is both.
     """
-    pages = batch.pages
-    assert pages is not None
+    pages = pages_of(batch)
     counts = -(-pages.lengths // (pages.page_size * kept.ranks))
     is_used = torch.arange(pages.tables.shape[1], device=k.device) < counts[:, None]
     used = pages.tables.masked_fill(~is_used, 0).flatten().long()
@@ -48,15 +46,13 @@ def kept_rows(k: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys
     return torch.stack([pool.index_select(0, used) for pool in pools], 1)
 
 
-kept_rows.implement("torch", "cpu", invariant=True)(kept_rows.reference)
-kept_rows.implement("torch", "cuda", invariant=True)(kept_rows.reference)
+kept_rows.by_definition("cpu", "cuda", invariant=True)
 
 
 def whole_pages(batch: PackedBatch, gathered: Tensor, kept: KeptKeys) -> Sequences:
     """A step whose pages hold all tokens of its sequences, in pools of one layer. gathered: of `kept_rows`, one rank's
     after another's."""
-    pages = batch.pages
-    assert pages is not None
+    pages = pages_of(batch)
     parts = gathered.unflatten(0, (kept.ranks, -1))
     # Position j * ranks + rank of a page is the j-th row of that rank.
     pools = [parts[:, :, at].permute(1, 2, 0, 3, 4).contiguous().flatten(1, 2) for at in range(parts.shape[2])]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from strata.kernels.attention.attention import attention
-from strata.kernels.attention.spec import Sequences, SparseCall
+from strata.kernels.attention.spec import Sequences, SparseCall, pages_of
 from strata.kernels.state.paged import PagedKV
 
 
@@ -36,8 +36,7 @@ def over_chosen(call: SparseCall[Any], kv_head: int, rows: slice, table: Tensor,
     """Queries of one sequence, of the heads that share a KV head: to these it is a sequence of so many keys in the
     pages of `table`."""
     q, k, v, batch, spec, _, sinks = call
-    pages, group = batch.pages, q.shape[1] // k.shape[1]
-    assert pages is not None
+    pages, group = pages_of(batch), q.shape[1] // k.shape[1]
     own, members = slice(kv_head, kv_head + 1), slice(kv_head * group, (kv_head + 1) * group)
     pools = [(pool[spec.layer][:, :, own],) for pool in (pages.keys, pages.values)]
     seen = PagedKV(pools[0], pools[1], table[None], torch.tensor([length]), pages.slot_mapping)

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from strata.kernels.attention.query_tiles import queries_of_tile
+from strata.kernels.attention.softmax_triton import queries_of_tile
 from strata.kernels.attention.varlen_triton import Tile
 from strata.kernels.triton_import import jit, tl
 

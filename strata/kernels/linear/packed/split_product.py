@@ -18,10 +18,7 @@ from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.quant.dequantize import wide_scale
 from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.split_counters import split_counters
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
-
-if HAS_TRITON:
-    from triton.tools.tensor_descriptor import TensorDescriptor
+from strata.kernels.triton_import import TensorDescriptor, jit, tl
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,6 @@ def pieces(size: int) -> tuple[int, ...]:
     return tuple(1 << bit for bit in reversed(range(size.bit_length())) if size >> bit & 1)
 
 
-# Of more rows the library's tiles, or those of `rounded_kernel`, keep all processors busy.
-MOST_SPLIT_ROWS = 256
 # Weights with more rows have tiles enough that are wide.
 _NARROW_OUT, _LEAST_PART = 8192, 4096
 # Of these by the most rows (`benchmarks.split_products` times them and all others).
@@ -61,12 +56,11 @@ _OF_WIDE = (
 
 
 def split_tile(rows: int, out: int, width: int, processors: int) -> SplitTile | None:
-    """The tile for so many rows by a weight [out, width], fitted to products of 8B on an H200; None: another way is
-    better."""
-    if rows > MOST_SPLIT_ROWS or width % 128:
+    """The tile for so many rows by a weight [out, width], fitted to products of 8B on an H200; None: no tile fits."""
+    if width % 128:
         return None
     if out > _NARROW_OUT:
-        return next(tile for most, tile in _OF_WIDE if rows <= most)
+        return next((tile for most, tile in _OF_WIDE if rows <= most), None)
     held = 64 if rows <= 64 else 192 if 128 < rows <= 192 else 128
     tiles = ceil_div(out, 64) * ceil_div(rows, held)
     # Six stages take most of a processor's memory.

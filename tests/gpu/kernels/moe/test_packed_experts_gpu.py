@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.kernels.activation.clamped_swiglu import Clamp
+from strata.kernels.activation.silu_mul import Clamp
 from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
 from strata.kernels.moe.experts import CHOICES, CONVERTED, FROZEN, ROUNDED, biased_experts, experts, local_experts
 from strata.kernels.moe.few_tokens import QUANTIZED_TILES, ChoiceTile, by_choices
-from strata.kernels.moe.grouped import grouped_product
-from strata.kernels.moe.grouped_tiles import GroupedTile, choose_tile, fitting
-from strata.kernels.moe.order import Order
+from strata.kernels.moe.grouped import GroupedTile, choose_tile, fitting, grouped_product
+from strata.kernels.moe.local_order import Order
 from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack, spread
 from strata.kernels.quant.round_rows import round_rows
 from strata.kernels.quant.schemes import SCHEMES

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from strata.kernels.choose import MEASURED, thresholds_of
-from strata.kernels.moe.local_order import local_numbers, local_order
-from strata.kernels.moe.order import Order
+from strata.kernels.moe.local_order import Order, local_numbers, local_order
 from strata.kernels.moe.route import SOFTMAX, Choice, route
 from tests.gpu.tensors import captured, no_waiting
 from tests.kernels.moe.routes import (

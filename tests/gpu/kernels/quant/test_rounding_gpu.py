@@ -16,9 +16,14 @@ from strata.kernels.collective.rounded_parts import GROUP, part_bytes, round_par
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.rounded_linear import rounded_linear
-from strata.kernels.norm.norm import add_rms_norm, rms_norm
-from strata.kernels.norm.rounded_norm import add_rms_norm_round, rms_norm_round, wide_rms_norm_round
-from strata.kernels.norm.wide_norm import wide_rms_norm
+from strata.kernels.norm.norm import (
+    add_rms_norm,
+    add_rms_norm_round,
+    rms_norm,
+    rms_norm_round,
+    wide_rms_norm,
+    wide_rms_norm_round,
+)
 from strata.kernels.op import Operation
 from strata.kernels.quant.packed import pack
 from strata.kernels.quant.round_rows import round_rows

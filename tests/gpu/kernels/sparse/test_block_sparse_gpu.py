@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from strata import LLM, SamplingParams
-from strata.kernels.attention.sparse import prompts_cuda
+from strata.kernels.attention.sparse import prompts
 from strata.kernels.attention.sparse.block_choice import BlockChoice, kept_blocks, pooled_scores
 from strata.kernels.attention.sparse.prompts import block_sparse_attention
 from strata.kernels.attention.spec import SparseCall
@@ -65,11 +65,11 @@ def exact(given: tuple[Any, ...], kept: torch.Tensor, counts: torch.Tensor, choi
 @pytest.mark.parametrize("step", LONG.values(), ids=LONG.keys())
 def test_every_row(step: list[tuple[int, int]], shape: tuple[int, int, int]) -> None:
     given = sharpened(arguments(step, shape))
-    assert prompts_cuda.supports(SparseCall(*given, CHOICE))
-    kept, counts = prompts_cuda.choose(given[0], shape[1], starts_of(given), *given[3:], CHOICE)
-    assert_close(prompts_cuda.attend(SparseCall(*given, CHOICE)), exact(given, kept, counts, CHOICE))
+    assert prompts.supports(SparseCall(*given, CHOICE))
+    kept, counts = prompts.choose(given[0], shape[1], starts_of(given), *given[3:], CHOICE)
+    assert_close(prompts.attend(SparseCall(*given, CHOICE)), exact(given, kept, counts, CHOICE))
     assert_close(
-        prompts_cuda.attend(SparseCall(*given, CHOICE._replace(share=1.0))),
+        prompts.attend(SparseCall(*given, CHOICE._replace(share=1.0))),
         block_sparse_attention.reference(*given, CHOICE._replace(least_keys=1 << 30)).double(),
     )
 
@@ -80,7 +80,7 @@ def test_what_is_kept_is_what_the_reference_keeps(shape: tuple[int, int, int]) -
     heads, kv_heads, _ = shape
     given = sharpened(arguments([(9, 1), (6000, 700), (0, 3000)], shape))
     q, _, _, batch, spec = given
-    kept, counts = prompts_cuda.choose(q, kv_heads, starts_of(given), batch, spec, CHOICE)
+    kept, counts = prompts.choose(q, kv_heads, starts_of(given), batch, spec, CHOICE)
     for s, (first, new, total) in ((1, (1, 700, 6700)), (2, (701, 3000, 3000))):
         used = batch.pages.tables[s, : -(-total // 16)].long()
         keys = batch.pages.keys[0][used].flatten(0, 1)[:total].float()
@@ -102,27 +102,27 @@ def test_what_is_kept_is_what_the_reference_keeps(shape: tuple[int, int, int]) -
 def test_sinks_and_other_sequences() -> None:
     given = sharpened(arguments([(2000, 500), (0, 1700)], (16, 8, 64)))
     sinks = torch.randn(16, device="cuda").bfloat16()
-    together = prompts_cuda.attend(SparseCall(*given, CHOICE, sinks))
-    assert not torch.equal(together, prompts_cuda.attend(SparseCall(*given, CHOICE)))
+    together = prompts.attend(SparseCall(*given, CHOICE, sinks))
+    assert not torch.equal(together, prompts.attend(SparseCall(*given, CHOICE)))
     q, k, v, batch, spec = given
     pages = batch.pages
     parts = replace(pages.parts, starts=torch.zeros(1, dtype=torch.int32, device="cuda"))
     alone = replace(pages.sequences(1, 2), parts=parts)
     one = batch._replace(offsets=batch.offsets[1:] - 500, longest=1700, pages=alone)
     behind = SparseCall(q[500:], k[500:], v[500:], one, spec, CHOICE, sinks)
-    assert torch.equal(prompts_cuda.attend(behind), together[500:])
+    assert torch.equal(prompts.attend(behind), together[500:])
 
 
 def test_an_engine_finds_the_same_ids_with_all_keys_kept(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = make_checkpoint(tmp_path_factory.mktemp("sparse"), dict(FAMILY_CONFIGS)["llama-llama3"])
-    prompts = [{"prompt_token_ids": [(7 * at * at + 3) % 80 for at in range(length)]} for length in (110, 40, 100)]
+    asked = [{"prompt_token_ids": [(7 * at * at + 3) % 80 for at in range(length)]} for length in (110, 40, 100)]
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     found = []
     for options in ({}, {"sparse_prefill": 1.0, "sparse_prefill_min_keys": 64, "sparse_prefill_block": 64}):
         llm = LLM(
             folder, device="cuda", dtype="float32", skip_tokenizer_init=True, verbose=False, num_pages=100, **options
         )
-        found.append([one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)])
+        found.append([one.outputs[0].token_ids for one in llm.generate(asked, params, use_tqdm=False)])
         if options:
             assert llm.engine.program.variant("sparse_logits") is not None
     assert found[0] == found[1]

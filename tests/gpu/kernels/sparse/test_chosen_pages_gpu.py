@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from strata import LLM, SamplingParams
-from strata.kernels.attention.sparse import decodes_cuda
+from strata.kernels.attention.sparse import decodes
 from strata.kernels.attention.sparse.page_choice import PageChoice, page_scores, write_bounds
 from strata.kernels.attention.spec import SparseCall
 from strata.kernels.state.paged import PagedKV
@@ -48,7 +48,7 @@ def chosen(given: tuple[Any, ...]) -> PagedKV:
     q, _, _, batch, spec = given
     rows = slice(0, decodes_of(given))
     pages = replace(batch.pages, tables=batch.pages.tables[rows], lengths=batch.pages.lengths[rows])
-    return decodes_cuda.choose(q[rows], pages, spec, CHOICE)
+    return decodes.choose(q[rows], pages, spec, CHOICE)
 
 
 def exact(given: tuple[Any, ...], over: PagedKV) -> torch.Tensor:
@@ -68,12 +68,12 @@ def exact(given: tuple[Any, ...], over: PagedKV) -> torch.Tensor:
 @pytest.mark.parametrize("step", [DECODES, *MIXED.values()], ids=["decodes", *MIXED])
 def test_every_row_and_padding(step: list[tuple[int, int]], shape: tuple[int, int, int]) -> None:
     given = with_bounds(arguments(step, shape))
-    assert decodes_cuda.supports(SparseCall(*given, CHOICE))
-    found = decodes_cuda.attend(SparseCall(*given, CHOICE))
+    assert decodes.supports(SparseCall(*given, CHOICE))
+    found = decodes.attend(SparseCall(*given, CHOICE))
     wanted = exact(given, chosen(given)) if decodes_of(given) else exact_over_all(given)
     assert_close(found, wanted)
     for sequences, tokens in ((1, 200), (40, 133)):
-        padding = decodes_cuda.attend(SparseCall(*padded(as_recorded(given), sequences, tokens), CHOICE))
+        padding = decodes.attend(SparseCall(*padded(as_recorded(given), sequences, tokens), CHOICE))
         assert_close(padding[: len(wanted)], wanted)
 
 
@@ -82,7 +82,7 @@ def test_every_row_and_padding(step: list[tuple[int, int]], shape: tuple[int, in
 def test_bounds_are_those_of_the_reference(step: list[tuple[int, int]], shape: tuple[int, int, int]) -> None:
     *_, batch, _ = given = with_bounds(arguments(step, shape))
     bounds = batch.pages.bounds[0].clone()
-    decodes_cuda.attend(SparseCall(*given, CHOICE))
+    decodes.attend(SparseCall(*given, CHOICE))
     write_bounds(replace(batch.pages, bounds=(bounds,)), batch.offsets, 0)
     assert torch.equal(batch.pages.bounds[0].view(torch.int16), bounds.view(torch.int16))
 
@@ -97,7 +97,7 @@ def test_what_is_chosen_could_score_most(shape: tuple[int, int, int], sign: int)
         q.abs_()
         given[3].pages.keys[0].sub_(6)
     given = with_bounds(given)
-    decodes_cuda.attend(SparseCall(*given, CHOICE))
+    decodes.attend(SparseCall(*given, CHOICE))
     pages, group, over = given[3].pages, shape[0] // shape[1], chosen(given)
     for row, length in enumerate(pages.lengths.tolist()):
         count = -(-length // PAGE)
@@ -123,7 +123,7 @@ def test_sinks() -> None:
     given = with_bounds(arguments(DECODES, (16, 8, 64)))
     sinks = torch.randn(16, device="cuda").bfloat16()
     calls = SparseCall(*given, CHOICE), SparseCall(*given, CHOICE, sinks)
-    plain, found = map(decodes_cuda.attend, calls)
+    plain, found = map(decodes.attend, calls)
     q, *_, spec = given
     over = chosen(given)
     for row, length in enumerate(over.lengths.tolist()):
@@ -153,7 +153,7 @@ def test_one_recording_serves_other_lengths() -> None:
     held = {"keys": (keys,), "values": (values,), "bounds": (bounds,)}
     pages = replace(batch.pages, **held, tables=tables, lengths=lengths, parts=None)
     own = (q, k, v, batch._replace(offsets=offsets, longest=1, pages=pages), spec)
-    graph, found = captured(lambda: decodes_cuda.attend(SparseCall(*own, CHOICE)))
+    graph, found = captured(lambda: decodes.attend(SparseCall(*own, CHOICE)))
     for given in cases:
         theirs, rows = given[3].pages, len(given[3].pages.lengths)
         for mine, other in ((keys, theirs.keys[0]), (values, theirs.values[0]), (bounds, theirs.bounds[0])):
@@ -162,7 +162,7 @@ def test_one_recording_serves_other_lengths() -> None:
         lengths.zero_()[:rows] = theirs.lengths
         tables.zero_()[:rows, : theirs.tables.shape[1]] = theirs.tables
         graph.replay()
-        decodes_cuda.attend(SparseCall(*given, CHOICE))  # which writes its bounds
+        decodes.attend(SparseCall(*given, CHOICE))  # which writes its bounds
         assert_close(found[:rows], exact(given, chosen(given)))
 
 
