@@ -58,6 +58,12 @@ class Task:
     sample: Callable[[random.Random], Example]
 
 
+def worked(task: str, question: str, steps: str, answer: str, problem: str, held_out: bool | None = None) -> Example:
+    """A question with its steps and its answer, a line. held_out: None if the problem alone decides."""
+    reply = f"{steps}\nAnswer: {answer}" if steps else f"Answer: {answer}"
+    return Example(task, question, reply, answer, problem, is_held_out(problem) if held_out is None else held_out)
+
+
 def bucket(problem: str) -> int:
     """A number in 0..99 that depends on the problem alone, the same in every process and version."""
     return int.from_bytes(hashlib.blake2b(problem.encode(), digest_size=8).digest(), "big") % 100
