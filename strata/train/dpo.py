@@ -18,8 +18,8 @@ from torch import Tensor
 from strata.comm.collectives import start_all_reduce
 from strata.comm.mesh import Axis
 from strata.parallel.loss import Head, MicroBatch
+from strata.train.data.loader import OnceLoader
 from strata.train.data.mixture import DatasetReader
-from strata.train.data.once import OnceLoader
 from strata.train.data.pack import PackedBatch, Samples
 from strata.train.steps.objective import Columns
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from strata.models.config import read_config
-from strata.train.position import Position
+from strata.train.data.loader import Position
 from strata.train.score import Score
 
 

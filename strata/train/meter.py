@@ -12,10 +12,9 @@ import torch
 from strata.comm.exchange import all_gather_json
 from strata.comm.mesh import Axis
 from strata.models.config import ModelConfig
-from strata.train.data.loader import Step
+from strata.train.data.loader import Position, Step
 from strata.train.faults.config import FaultsConfig
 from strata.train.faults.stragglers import ComputeClock, Stragglers
-from strata.train.position import Position
 from strata.train.predict.flops import batch_flops
 from strata.train.results import Reading
 

@@ -16,9 +16,8 @@ from strata.text.tokenizer import Tokenizer
 from strata.train.adapters.frozen import check_weights
 from strata.train.checkpoints.folder import checkpoints
 from strata.train.config import TrainConfig
-from strata.train.data.loader import ORDER, Loader, check_capacity, check_data
+from strata.train.data.loader import ORDER, Loader, OnceLoader, check_capacity, check_data
 from strata.train.data.mixture import DatasetReader, Mixture
-from strata.train.data.once import OnceLoader
 from strata.train.data.shards import TokenDataset
 from strata.train.layout import chosen_layout
 from strata.train.trainable import check_trainable

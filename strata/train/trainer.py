@@ -18,7 +18,7 @@ from strata.parallel.data_parallel import all_ranks
 from strata.train.checkpoints.checkpointer import Checkpointer
 from strata.train.checkpoints.folder import NEEDED
 from strata.train.config import TrainConfig
-from strata.train.data.loader import Step, prefetch
+from strata.train.data.loader import Position, Step, prefetch
 from strata.train.faults.guard import LossGuard, StepVerdict, VerdictKind
 from strata.train.faults.hang import HangWatch
 from strata.train.faults.stragglers import ComputeClock
@@ -29,7 +29,6 @@ from strata.train.log.step_times import PROFILE, TrainingStepTimes, open_times
 from strata.train.meter import Meter
 from strata.train.optimizer.config import learning_rate
 from strata.train.phases import ObservedPhases
-from strata.train.position import Position
 from strata.train.profile import StepProfiler
 from strata.train.results import Reading, Results
 from strata.train.settings import collected_between_steps, deterministic, sole_run

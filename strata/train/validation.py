@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from strata.train.config import ValidationConfig
-from strata.train.data.once import OnceLoader
+from strata.train.data.loader import OnceLoader
 from strata.train.log.step_times import VALIDATION
 from strata.train.phases import Phases
 from strata.train.steps.result import Stepper

@@ -23,9 +23,8 @@ from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
 from strata.train.config import TrainConfig
 from strata.train.data.encoding import Document, Encoded
-from strata.train.data.loader import DataPosition, Loader, Step
+from strata.train.data.loader import DataPosition, Loader, OnceLoader, Step
 from strata.train.data.mixture import Mixture
-from strata.train.data.once import OnceLoader
 from strata.train.data.pack import PackedBatch, Samples, pack
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenize

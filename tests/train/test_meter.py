@@ -15,12 +15,11 @@ from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
 from strata.train import meter
 from strata.train.data.encoding import Encoded
-from strata.train.data.loader import DataPosition, Step
+from strata.train.data.loader import DataPosition, Position, Step
 from strata.train.data.pack import pack
 from strata.train.faults.config import FaultsConfig
 from strata.train.faults.stragglers import ComputeClock
 from strata.train.meter import Meter
-from strata.train.position import Position
 from strata.train.results import Reading, Results
 from strata.train.steps.result import StepResult
 from tests.train.conftest import SMALL

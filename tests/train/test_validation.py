@@ -15,9 +15,8 @@ from strata.files.toml_tables import read_table
 from strata.models.config import config_from_dict
 from strata.parallel.layout import Layout
 from strata.train.config import TrainConfig, ValidationConfig
-from strata.train.data.loader import DataPosition, Loader
+from strata.train.data.loader import DataPosition, Loader, OnceLoader
 from strata.train.data.mixture import DatasetReader, Mixture
-from strata.train.data.once import OnceLoader
 from strata.train.data.shards import TokenDataset
 from strata.train.faults import stragglers
 from strata.train.log import step_times

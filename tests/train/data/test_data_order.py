@@ -17,7 +17,7 @@ from strata.models.config import config_from_dict
 from strata.text.tokenizer import Tokenizer
 from strata.train.data.loader import DataPosition, Loader, Step, check_data, prefetch
 from strata.train.data.mixture import BLOCK, Mixture
-from strata.train.data.packing import best_fit
+from strata.train.data.pack import best_fit
 from strata.train.data.permutation import mixed, permuted
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenize

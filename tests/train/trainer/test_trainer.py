@@ -18,8 +18,8 @@ from strata.models.weights import load
 from strata.train import trainer
 from strata.train.adapters.lora import LoraConfig
 from strata.train.checkpoints.folder import checkpoints
+from strata.train.data.loader import Position
 from strata.train.finish import save_model
-from strata.train.position import Position
 from strata.train.stepper import Setting, make_stepper
 from strata.train.steps import make
 from strata.train.tasks.exercises import write_exercises

@@ -21,8 +21,8 @@ from strata.models.layers import CausalLM
 from strata.models.weights import load
 from strata.train.checkpoints.folder import checkpoints
 from strata.train.data.encoding import Document, Encoded
+from strata.train.data.loader import OnceLoader
 from strata.train.data.mixture import DatasetReader
-from strata.train.data.once import OnceLoader
 from strata.train.data.pack import PackedBatch, pack
 from strata.train.data.shards import TokenDataset
 from strata.train.finish import save_model
