@@ -36,6 +36,7 @@ from strata.train.steps.parallel_step import ParallelStep
 from strata.train.trainer import Trainer
 from tests.parallel.ranks import run_ranks
 from tests.train.plain_losses import ALONE, loss_of_pack
+from tests.train.samples import sample
 from tests.train.tiny_run import Table, write_files
 
 CONFIG = DpoConfig(beta=0.3, label_smoothing=0.1)
@@ -101,7 +102,7 @@ def test_loss_and_gradient_equal_a_plain_script(folder: Path, mixture: Mixture, 
     model.zero_grad()
     losses, margins = [], []
     for number in numbers_of(step):
-        pair = mixture.datasets[0].sample(number)
+        pair = sample(mixture.datasets[0], number)
         chosen, rejected = (plain_logprob(model, document) for document in pair)
         with torch.no_grad():
             was_chosen, was_rejected = (plain_logprob(base, document) for document in pair)

@@ -27,11 +27,12 @@ from strata.train.phases import NO_PHASES
 from strata.train.predict.flops import document_flops
 from strata.train.validation import Validation, ValidationProgress
 from tests.train.conftest import SMALL
+from tests.train.samples import sample
 from tests.train.test_meter import Time, step_of
 
 
 def documents(dataset: TokenDataset) -> list[bytes]:
-    return [dataset.sample(number)[0].tokens.tobytes() for number in range(dataset.samples)]
+    return [sample(dataset, number)[0].tokens.tobytes() for number in range(dataset.samples)]
 
 
 def test_a_share_is_held_out_whole_and_nothing_of_it_is_left(exercises: Path) -> None:
@@ -76,7 +77,7 @@ def test_each_sample_counts_once_over_all_ranks(exercises: Path, ranks: int) -> 
                 assert set(packed.samples.datasets) == {1}
                 seen += packed.samples.numbers.tolist()
     assert sorted(seen) == list(range(held_out.samples))
-    assert counted == sum(held_out.sample(number)[0].loss_mask.sum() for number in range(held_out.samples))
+    assert counted == sum(sample(held_out, number)[0].loss_mask.sum() for number in range(held_out.samples))
 
 
 def test_epochs_hold_every_sample_as_often(exercises: Path) -> None:

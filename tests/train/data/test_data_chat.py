@@ -16,6 +16,7 @@ from strata.train.data.records import encode_record, kind_of
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenize
 from tests.train.data.test_data_records import TURNS
+from tests.train.samples import sample
 
 
 def wanted(tokenizer: Tokenizer, document: Document) -> str:
@@ -195,7 +196,7 @@ def test_an_array_holds_what_lines_hold(
     one, other = TokenDataset(tmp_path / "lines"), TokenDataset(tmp_path / "array")
     assert one.samples == other.samples == len(ROWS)
     for number in range(len(ROWS)):
-        assert same(list(one.sample(number)), list(other.sample(number)))
+        assert same(list(sample(one, number)), list(sample(other, number)))
 
 
 def test_of_a_folder_arrays_are_rows_and_other_json_is_no_data(folder: Path, tmp_path: Path) -> None:

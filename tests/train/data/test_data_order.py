@@ -22,6 +22,7 @@ from strata.train.data.permutation import mixed, permuted
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenize
 from tests.train.conftest import SMALL
+from tests.train.samples import sample
 
 WORDS = ["quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "packs", "five", "dozen", "jugs"]
 
@@ -178,7 +179,7 @@ def test_ranks_and_resuming_do_not_change_what_a_step_has(datasets: list[TokenDa
 def test_a_batch_is_its_documents_apart(datasets: list[TokenDataset]) -> None:
     (step,) = steps(datasets, 1, 0, 1)
     for batch, samples in zip(step.batches, ids(step), strict=True):
-        documents = [datasets[dataset].sample(number)[0] for _, dataset, number in samples]
+        documents = [sample(datasets[dataset], number)[0] for _, dataset, number in samples]
         assert len(batch.tokens) <= 64
         assert batch.lengths.tolist() == [len(document.tokens) for document in documents]
         assert batch.positions.tolist() == [at for document in documents for at in range(len(document.tokens))]

@@ -13,6 +13,7 @@ from strata.train.data.encoding import Document
 from strata.train.data.records import encode_record, kind_of
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenize
+from tests.train.samples import sample
 
 SYSTEM = {"role": "system", "content": "the box"}
 ASKS, ANSWERS = {"role": "user", "content": "quick?"}, {"role": "assistant", "content": "brown fox"}
@@ -235,7 +236,7 @@ def test_parquet_has_no_more_fields_in_an_object_than_were_given(folder: Path, t
     tokenize([tmp_path / "a.jsonl"], folder_of_template, made[1])
     one, other = map(TokenDataset, made)
     for number in range(len(rows)):
-        assert one.sample(number)[0].tokens.tolist() == other.sample(number)[0].tokens.tolist()
+        assert sample(one, number)[0].tokens.tolist() == sample(other, number)[0].tokens.tolist()
 
 
 @pytest.mark.parametrize(

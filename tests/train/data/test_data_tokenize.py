@@ -21,6 +21,7 @@ from strata.train.data.encoding import encode_text, last_cut, text_ids
 from strata.train.data.shards import TokenDataset
 from strata.train.data.sources import file_ranges, read_text
 from strata.train.data.tokenize import tokenize
+from tests.train.samples import sample
 
 WORDS = ["one two", "three", "größer 東京 🙂", "a much longer text with many more words " * 5, "end"]
 
@@ -31,7 +32,7 @@ def jsonl(path: Path, records: list[Any]) -> Path:
 
 
 def texts(dataset: TokenDataset, tokenizer: Tokenizer) -> list[str]:
-    return [tokenizer.decode(dataset.sample(number)[0].tokens.tolist()) for number in range(dataset.samples)]
+    return [tokenizer.decode(sample(dataset, number)[0].tokens.tolist()) for number in range(dataset.samples)]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_every_line_is_in_exactly_one_shard(
     assert texts(dataset, loaded) == WORDS
     expected = [encode_text(loaded, text) for text in WORDS]
     for number, document in enumerate(expected):
-        (read,) = dataset.sample(number)
+        (read,) = sample(dataset, number)
         assert np.array_equal(read.tokens, document.tokens)
         assert np.array_equal(read.loss_mask, document.loss_mask)
         assert read.tokens[-1] == loaded.eos_ids[0]
@@ -139,7 +140,7 @@ def test_long_text_is_split_and_long_chats_are_left_out(folder: Path, loaded: To
     file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
     tokenize([file], folder, tmp_path / "text", longest=16)
     dataset = TokenDataset(tmp_path / "text")
-    parts = [dataset.sample(number)[0] for number in range(dataset.samples)]
+    parts = [sample(dataset, number)[0] for number in range(dataset.samples)]
     assert max(len(part.tokens) for part in parts) == 16 == dataset.longest
     whole = [id for text in WORDS for id in encode_text(loaded, text).tokens]
     assert [id for part in parts for id in part.tokens] == whole
@@ -383,7 +384,7 @@ def test_documents_do_not_depend_on_parts_and_shards(
     whole, parts = TokenDataset(tmp_path / "whole"), TokenDataset(out)
     assert (parts.samples, parts.tokens, parts.longest) == (whole.samples, whole.tokens, whole.longest)
     for number in range(whole.samples):
-        (one,), (other,) = whole.sample(number), parts.sample(number)
+        (one,), (other,) = sample(whole, number), sample(parts, number)
         assert np.array_equal(one.tokens, other.tokens)
         assert np.array_equal(one.loss_mask, other.loss_mask)
     assert seen == sorted(seen)

@@ -28,6 +28,7 @@ from strata.train.tasks.spelling import TASKS as SPELLING_TASKS
 from strata.train.tasks.tool import ExerciseCall
 from strata.train.tasks.vocabulary import SPECIAL_TOKENS, make_tokenizer
 from tests.train.conftest import SMALL
+from tests.train.samples import sample
 
 
 def write(out: Path, documents: int = 50, **options: object) -> ShardIndex:
@@ -48,7 +49,7 @@ def test_sample_i_is_document_i_as_the_chat_template_writes_it(written: Path) ->
     assert (dataset.samples, len(dataset.index.shards), dataset.index.kind) == (50, 4, "chat")
     with Tokenizer.load(written / "tokenizer") as tokenizer:
         for number in range(50):
-            (read,) = dataset.sample(number)
+            (read,) = sample(dataset, number)
             one = document(3, number)
             text = tokenizer.decode(read.tokens.tolist(), skip_special_tokens=False)
             learned = tokenizer.decode(read.tokens[read.loss_mask].tolist(), skip_special_tokens=False)
@@ -108,7 +109,7 @@ def test_more_documents_begin_with_the_same(written: Path, tmp_path: Path) -> No
     assert not (tmp_path / "more/tokenizer").exists()
     assert more.index.tokenizer == fewer.index.tokenizer
     for number in range(50):
-        (one,), (other,) = fewer.sample(number), more.sample(number)
+        (one,), (other,) = sample(fewer, number), sample(more, number)
         assert np.array_equal(one.tokens, other.tokens)
         assert np.array_equal(one.loss_mask, other.loss_mask)
 
@@ -158,7 +159,9 @@ def test_the_command(written: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*arguments, "--seed", "3", "--tokenizer", str(written / "tokenizer")])
     assert done.exit_code == 0, done.output
     assert "chat, 40 documents" in " ".join(done.output.split())  # lines break where the console ends
-    assert np.array_equal(TokenDataset(tmp_path / "d").sample(39)[0].tokens, TokenDataset(written).sample(39)[0].tokens)
+    assert np.array_equal(
+        sample(TokenDataset(tmp_path / "d"), 39)[0].tokens, sample(TokenDataset(written), 39)[0].tokens
+    )
     # What is no sub-command are files, wherever the options stand.
     (tmp_path / "a.txt").write_text("Some text.")
     for place, name in enumerate((["data", "--out"], ["data", "files", "--out"])):
