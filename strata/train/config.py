@@ -25,6 +25,7 @@ PRECISIONS = ("bf16", "fp8-tensor", "fp8-row")
 # What the backward pass computes again on a GPU: nothing, what costs no products, also the widest product, or whole
 # layers; from least time to least memory. Modules that are no graph take "mlp" for all of the MLP, and no "operations".
 RECOMPUTE = ("none", "operations", "mlp", "layers")
+RECOMPUTE_OF_MODULES = ("none", "mlp", "layers")
 # How the learning rate goes on after its warm-up, by the names of Hugging Face. The first alone has a decay.
 SCHEDULES = ("warmup_stable_decay", "cosine", "linear", "constant")
 # Of a section: what, said on the command line, replaces what of the file, since a run has one of both.
@@ -269,11 +270,10 @@ class TrainConfig:
             raise ValueError("[lora] and [dpo] start from a trained model: remove [model], or those")
         if self.balance is not None and (self.lora is not None or self.dpo is not None):
             raise ValueError("[lora] and [dpo] leave experts as busy as they are: remove [balance], or those")
-        if self.run.precision != "bf16" and self.lora is not None:
-            raise ValueError(
-                f"run.precision = {self.run.precision!r} is not for [lora], whose products are in bf16: remove "
-                "it, or that"
-            )
+        for name, accepted in (("precision", PRECISIONS[:1]), ("recompute", ("auto", *RECOMPUTE_OF_MODULES))):
+            given = getattr(self.run, name)
+            if self.lora is not None and given not in accepted:
+                raise ValueError(f"run.{name} = {given!r} is not for [lora]: use {' or '.join(map(repr, accepted))}")
         if self.export is not None and self.evaluate is None:
             raise ValueError("[export] writes a card with accuracies: add [evaluate], or remove [export]")
 
@@ -309,6 +309,15 @@ def read_train_config(path: Path, changes: Sequence[tuple[str, str]] = ()) -> Tr
             raise ValueError(f"--{key}: {error}") from None
         line = line_of(text, error.keys)
         raise ValueError(f"{path}{'' if line is None else f', line {line}'}: {error}") from None
+
+
+def check_trainable(config: ModelConfig) -> None:
+    """Raises ValueError for a model that is not trained yet, neither whole nor by adapters."""
+    if config.logit_softcap is not None:
+        raise ValueError(
+            f"final_logit_softcapping = {config.logit_softcap} is not supported in training, whose loss takes "
+            "the head's products as they are; accepted is null"
+        )
 
 
 def _positive(section: str, config: object, *names: str) -> None:

@@ -30,7 +30,6 @@ from strata.train.meter import Meter
 from strata.train.optimizer.config import learning_rate
 from strata.train.phases import ObservedPhases
 from strata.train.profile import StepProfiler
-from strata.train.results import Reading, Results
 from strata.train.settings import collected_between_steps, deterministic, sole_run
 from strata.train.start import (
     lasting,
@@ -41,7 +40,8 @@ from strata.train.start import (
     training_loader,
     validation_loader,
 )
-from strata.train.stepper import Setting, chosen_recompute, make_stepper
+from strata.train.stepper import chosen_recompute, make_stepper
+from strata.train.steps.result import Reading, Results
 from strata.train.validation import Validation
 
 Report = Callable[[dict[str, Any]], None]
@@ -107,39 +107,26 @@ class Trainer:
             waits=lambda: self._watch.at(self.position.step, "checkpoint"),  # a slow disk is no hang
         )
         clock, device, frozen = ComputeClock(self.world.device), self.world.device, config.lora is not None
-        self._times = None
-        if self.world.is_main:
-            self._times = TrainingStepTimes(self.start.config, documents.size, device, weights_are_frozen=frozen)
+        self._times = TrainingStepTimes(self.start.config, documents.size, device, weights_are_frozen=frozen)
         self._phases = ObservedPhases(self._watch, clock, self._times)
         self._validation = None
         if config.validation is not None and held_out is not None:
             self._validation = Validation(config.validation, held_out, self._phases)
         recompute = chosen_recompute(config, self.start.config, self.layout, device)
-        setting = Setting(
-            config,
-            self.start,
-            self.layout,
-            self.mesh,
-            data,
-            self.folder,
-            self._phases,
-            self.checkpoints.before_update,
-            recompute,
-            warn,
-        )
         # DPO computes its reference here.
         with deterministic(config.run.deterministic):
-            self.stepper = make_stepper(setting)
-        self._meter = Meter(
-            self.start.config,
-            config.faults,
-            all_ranks(self.mesh),
-            documents.size,
-            self.world.device,
-            clock,
-            peak_flops=peak_flops,
-            weights_are_frozen=frozen,
-        )
+            self.stepper = make_stepper(
+                config,
+                self.start,
+                data,
+                self.layout,
+                self.mesh,
+                recompute,
+                self._phases,
+                self.checkpoints.before_update,
+                warn,
+            )
+        self._meter = Meter(config.faults, all_ranks(self.mesh), documents.size, device, clock, peak_flops)
         if config.balance is not None and (about_bias := config.balance.warning(self.start.config)):
             warn(about_bias)
         self._guard = LossGuard(config.faults)
@@ -189,8 +176,7 @@ class Trainer:
         """Steps until the end."""
         run = self.config.run
         self._meter.restart(self.position.tokens)
-        if self._times is not None:
-            self._times.restart()
+        self._times.restart()
         last = self._guard.data_step(self.steps)
         with prefetch(self.loader, self.position.place, last - self.position.data_step) as steps:
             while not self.is_over:
@@ -207,8 +193,7 @@ class Trainer:
                     self._judge(reading)
                 if is_logged:
                     self._write_line(log, report, is_measured=is_measured)
-                    if self._times is not None:
-                        times.write(self.position.step, self._times.take())
+                    times.write(self.position.step, self._times.take())
                 self._phases.at("checkpoint")
                 self.checkpoints.poll()
                 if is_saved or self.is_stopped or self._best_step == self.position.step:
@@ -270,14 +255,12 @@ class Trainer:
             self.position = self.position.without(step)
 
     def _one_step(self, step: Step) -> None:
-        if self._times is not None:
-            self._times.begin()
+        self._times.begin()
         result = self.stepper(step.batches, self._rate(self.position.step))
-        if self._times is not None:
-            self._times.end(step)
+        flops = self._times.end(step)
         self.position = self.position.after(step)
         self._results.add(self.position.step, result)
-        self._meter.count(step)
+        self._meter.count(step, flops)
 
     def _rate(self, step: int) -> float:
         peak = self.config.optimizer.learning_rate

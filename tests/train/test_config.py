@@ -133,7 +133,7 @@ def test_wrong_tuning_is_refused(tune: Tune, section: str, changes: dict[str, An
 
 
 def test_adapters_beside_products_in_8_bits_are_refused(tune: Tune) -> None:
-    with pytest.raises(ValueError, match=r"run\.precision = 'fp8-row' is not for \[lora\], whose products are in bf16"):
+    with pytest.raises(ValueError, match=r"run\.precision = 'fp8-row' is not for \[lora\]: use 'bf16'"):
         tune("style", run={"precision": "fp8-row"}, lora={})
     assert tune("short", run={"precision": "fp8-row"}, dpo={}).run.precision == "fp8-row"
 

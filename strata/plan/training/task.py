@@ -8,8 +8,7 @@ from strata.comm.network import Network
 from strata.hardware.figures import Device
 from strata.hardware.links import LINKS, Link, link_of
 from strata.models.config import ModelConfig
-from strata.train.config import PRECISIONS
-from strata.train.trainable import check_trainable
+from strata.train.config import PRECISIONS, check_trainable
 
 # A message from machine to machine: NCCL's own table says 2.7 to 9.6 us for InfiniBand (src/graph/tuning.cc, 2026).
 _NETWORK_LATENCY = 5e-6

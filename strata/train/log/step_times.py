@@ -27,7 +27,7 @@ _BETWEEN = "between"
 
 
 class TrainingStepTimes:
-    """Of the first rank: the host's time by phase, which is all of it; how long the device had the steps' work, which
+    """Of a rank: the host's time by phase, which is all of it; how long the device had the steps' work, which
     begins and ends in its stream; and the arithmetic that the documents called for, of all ranks.
     """
 
@@ -58,14 +58,16 @@ class TrainingStepTimes:
         """The work of a step follows in the device's stream."""
         self._work.begin()
 
-    def end(self, step: Step) -> None:
-        """All work of the step is in the stream."""
+    def end(self, step: Step) -> StepFlops:
+        """All work of the step is in the stream. Returns the arithmetic of this rank's packs."""
         self._work.end()
         self._steps += 1
         self._tokens += step.tokens
         self._packs += len(step.batches) * self._replicas
         self._sequences += sum(len(one.lengths) for one in step.batches) * self._replicas
-        self._flops += batch_flops(self._config, step.batches, weights_are_frozen=self._frozen)
+        flops = batch_flops(self._config, step.batches, weights_are_frozen=self._frozen)
+        self._flops += flops
+        return flops
 
     def take(self) -> dict[str, Any]:
         """The interval, which ends here: the next one begins. Waits for a GPU to have finished its steps.

@@ -22,7 +22,8 @@ from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
 from strata.parallel.layout import Layout
 from strata.train.compile import TrainingGraph
-from strata.train.recompute import RECOMPUTE_OF_MODULES, recompute_modules
+from strata.train.config import RECOMPUTE_OF_MODULES
+from strata.train.recompute import recompute_modules
 from strata.train.steps.one_device import OneDeviceGradients
 from tests.largest import largest
 from tests.parallel.models import config_of, random_batch, random_model
