@@ -101,10 +101,9 @@ def _balance(config: TrainConfig, experts: ExpertsConfig | None) -> BalanceConfi
 def _base(config: TrainConfig, start: Start) -> str:
     """What tells the model that DPO begins with, as the run computes with it, from others."""
     assert start.weights is not None
-    packed_as, precision = None if config.lora is None else config.lora.quantization, config.run.precision
-    return (
-        weights_digest(start.weights) + (f" {packed_as}" if packed_as else "") + f" {precision}" * (precision != "bf16")
-    )
+    packed_as = None if config.lora is None else config.lora.quantization
+    precision = None if config.run.precision == "bf16" else config.run.precision
+    return " ".join(filter(None, (weights_digest(start.weights), packed_as, precision)))
 
 
 def _check_device(precision: str, device: torch.device) -> None:

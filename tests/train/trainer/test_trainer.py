@@ -20,7 +20,7 @@ from strata.train.adapters.lora import LoraConfig
 from strata.train.checkpoints.folder import checkpoints
 from strata.train.data.loader import Position
 from strata.train.finish import save_model
-from strata.train.stepper import Setting, make_stepper
+from strata.train.stepper import make_stepper
 from strata.train.steps import make
 from strata.train.tasks.exercises import write_exercises
 from strata.train.trainer import Trainer
@@ -245,9 +245,9 @@ def test_what_is_computed_before_the_first_step_is_deterministic_if_steps_are(
     """The reference of DPO, for one."""
     seen = []
 
-    def noted(setting: Setting) -> Any:
+    def noted(*args: Any) -> Any:
         seen.append(torch.are_deterministic_algorithms_enabled())
-        return make_stepper(setting)
+        return make_stepper(*args)
 
     monkeypatch.setattr(trainer, "make_stepper", noted)
     Trainer(small(run={"deterministic": wanted}), ALONE)
