@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from strata.comm.collectives import Pending, start_all_reduce
@@ -31,9 +32,8 @@ from strata.train.checkpoints.folder import (
 from strata.train.checkpoints.index import CorruptCheckpoint
 from strata.train.checkpoints.publication import Publication
 from strata.train.checkpoints.reader import load
-from strata.train.checkpoints.snapshot import HostBuffer, Snapshot
 from strata.train.checkpoints.state import StateShard
-from strata.train.checkpoints.writer import ShareWriter
+from strata.train.checkpoints.writer import HostBuffer, ShareWriter, Snapshot
 
 _HOST = torch.device("cpu")
 _POLL_SECONDS = 0.01
@@ -222,14 +222,15 @@ class Checkpointer:
 
     def _share_status(self, writer: ShareWriter) -> Pending:
         """Begin to share how far this rank is: whether nothing failed, all is written and all is published."""
-        written = writer.is_done  # read first: an error is there before the end
+        report = writer.report
         published = self._is_handed_over and (self._publication is None or self._publication.is_done)
-        flags = torch.tensor((writer.error is None, written, published), dtype=torch.int32)
+        good = report is None or report.error is None
+        flags = torch.tensor((good, report is not None, published), dtype=torch.int32)
         return start_all_reduce(flags, self._world_axis, "min")
 
     def _hand_over(self, writer: ShareWriter) -> None:
         """Give the reports of all ranks to the first one's thread."""
-        reports = all_gather_bytes(writer.report(), self._world_axis, _HOST)
+        reports = all_gather_bytes(msgspec.json.encode(writer.report), self._world_axis, _HOST)
         self._is_handed_over = True
         if self.world.is_main:
             self._publication = Publication(self.folder, self._step, self.keep, reports)

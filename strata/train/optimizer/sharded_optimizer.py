@@ -69,3 +69,10 @@ def joined(tensors: Sequence[Tensor]) -> Tensor | None:
             return None
         end += one.nbytes
     return torch.as_strided(first, (sum(one.numel() for one in tensors),), (1,), first.storage_offset())
+
+
+def clip_scale(norm: Tensor, most: float) -> Tensor:
+    """min(1, most / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` has it, and 0 where the norm is not finite; []
+    as `norm`, on its device, not waited for: what a gradient is multiplied by before an update.
+    """
+    return torch.where(norm.isfinite(), (most / (norm + 1e-6)).clamp(max=1.0), 0)

@@ -18,12 +18,11 @@ from strata.parallel.layout import Layout
 from strata.parallel.parallelize import Parallel, parallelize
 from strata.train.optimizer import make
 from strata.train.optimizer.adamw import AdamW
-from strata.train.optimizer.clip import clip_scale
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.optimizer.make import make_optimizer
 from strata.train.optimizer.memory import HostMemory
 from strata.train.optimizer.orthogonalize import orthogonalize
-from strata.train.optimizer.sharded_optimizer import ShardedOptimizer, joined
+from strata.train.optimizer.sharded_optimizer import ShardedOptimizer, clip_scale, joined
 from tests.parallel.models import config_of, random_model
 from tests.train.plain_optimizers import plain_step
 
