@@ -9,7 +9,6 @@ import math
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,7 +111,7 @@ def test_tensorboard_reads_each_step_once_after_a_resume(tmp_path: Path) -> None
 
 
 @pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
+def wandb(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     """What a stand-in for the package was called with."""
     calls: list[tuple[str, Any]] = []
     run = SimpleNamespace(
@@ -127,9 +126,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
 
     fake = SimpleNamespace(init=init, util=SimpleNamespace(generate_id=lambda: "abc123"), __spec__=SimpleNamespace())
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.delitem(sys.modules, "strata.train.log.weights_and_biases", raising=False)
-    yield calls
-    sys.modules.pop("strata.train.log.weights_and_biases", None)
+    return calls
 
 
 def test_weights_and_biases_gets_one_run_however_often_it_is_resumed(
