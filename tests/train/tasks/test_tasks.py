@@ -195,41 +195,30 @@ def test_words(by_task: dict[str, list[Example]]) -> None:
 
 
 # Each unit as a multiple of the base unit of its kind, written down apart from the generator.
-SIZES = {"km": 1000, "m": 1, "dm": Fraction(1, 10), "cm": Fraction(1, 100), "mm": Fraction(1, 1000)}
-SIZES |= {"t": 1000, "kg": 1, "g": Fraction(1, 1000), "mg": Fraction(1, 1_000_000)}
-SIZES |= {"l": 1, "cl": Fraction(1, 100), "ml": Fraction(1, 1000), "ct": Fraction(1, 100)} | {"€": 1}
-SIZES |= {"weeks": 604800, "week": 604800, "days": 86400, "day": 86400, "h": 3600, "min": 60, "s": 1}
-SIZES |= {
-    "years": 12,
-    "year": 12,
-    "months": 1,
-    "month": 1,
-    "ft": 12,
-    "yd": 36,
-    "dozen": 12,
-    "pieces": 1,
-    "piece": 1,
-} | {"in": 1}
+SIZES = {
+    unit: Fraction(size)
+    for size, units in (line.split(": ") for line in """\
+1000: km t
+1: m kg l € s months month
+1/10: dm
+1/100: cm cl ct
+1/1000: mm g ml
+1/1000000: mg
+604800: weeks week
+86400: days day
+3600: h
+60: min
+12: years year ft dozen
+36: yd
+1: in pieces piece""".splitlines())
+    for unit in units.split()
+}  # fmt: skip
 NAMES = {
-    "kilometre": "km",
-    "metre": "m",
-    "decimetre": "dm",
-    "centimetre": "cm",
-    "millimetre": "mm",
-    "tonne": "t",
-    "kilogram": "kg",
-}
-NAMES |= {
-    "gram": "g",
-    "milligram": "mg",
-    "litre": "l",
-    "centilitre": "cl",
-    "millilitre": "ml",
-    "euro": "€",
-    "cent": "ct",
-    "hour": "h",
-}
-NAMES |= {"minute": "min", "second": "s", "foot": "ft", "inch": "in", "yard": "yd"}
+    "kilometre": "km", "metre": "m", "decimetre": "dm", "centimetre": "cm", "millimetre": "mm", "tonne": "t",
+    "kilogram": "kg", "gram": "g", "milligram": "mg", "litre": "l", "centilitre": "cl", "millilitre": "ml",
+    "euro": "€", "cent": "ct", "hour": "h", "minute": "min", "second": "s", "foot": "ft", "inch": "in",
+    "yard": "yd",
+}  # fmt: skip
 
 
 def test_units(by_task: dict[str, list[Example]]) -> None:
