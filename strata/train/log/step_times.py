@@ -45,7 +45,7 @@ class TrainingStepTimes:
         self._began = self._since = time.perf_counter()
         self._phase = _BETWEEN
         self._phases: Counter[str] = Counter()
-        self._steps = self._tokens = self._sequences = self._packs = 0
+        self._counts = dict.fromkeys(("steps", "tokens", "sequences", "packs"), 0)
         self._flops = StepFlops()
 
     def at(self, phase: str) -> None:
@@ -61,10 +61,10 @@ class TrainingStepTimes:
     def end(self, step: Step) -> StepFlops:
         """All work of the step is in the stream. Returns the arithmetic of this rank's packs."""
         self._work.end()
-        self._steps += 1
-        self._tokens += step.tokens
-        self._packs += len(step.batches) * self._replicas
-        self._sequences += sum(len(one.lengths) for one in step.batches) * self._replicas
+        sequences = sum(len(one.lengths) for one in step.batches)
+        counts = (1, step.tokens, sequences * self._replicas, len(step.batches) * self._replicas)
+        for name, count in zip(self._counts, counts, strict=True):
+            self._counts[name] += count
         flops = batch_flops(self._config, step.batches, weights_are_frozen=self._frozen)
         self._flops += flops
         return flops
@@ -78,16 +78,12 @@ class TrainingStepTimes:
         phase = self._phase
         self.at(phase)
         values = {
-            "steps": self._steps,
+            **self._counts,
             "seconds": round(self._since - self._began, 6),
             "device": round(sum(self._work.take()), 6),
             "phases": {name: round(seconds, 6) for name, seconds in self._phases.items() if seconds >= 1e-6},
-            "tokens": self._tokens,
-            "sequences": self._sequences,
-            "packs": self._packs,
+            **{name: flops * self._replicas for name, flops in vars(self._flops).items()},
         }
-        for name in ("products", "attention", "head"):
-            values[name] = getattr(self._flops, name) * self._replicas
         now = self._since
         self.restart()
         self._began = self._since = now

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -101,17 +101,16 @@ class AdamW:
 
 
 def _divide(
-    shards: Iterable[ParameterShard], masters: Iterable[Tensor], config: OptimizerConfig
-) -> Iterator[list[tuple[ParameterShard, Tensor]]]:
+    shards: Sequence[ParameterShard], masters: Sequence[Tensor], config: OptimizerConfig
+) -> list[list[tuple[ParameterShard, Tensor]]]:
     """Groups of shards with their masters, in order."""
-    group: list[tuple[ParameterShard, Tensor]] = []
-    for shard, master in zip(shards, masters, strict=True):
-        if group and not _continues(group[-1], (shard, master), config):
-            yield group
-            group = []
-        group.append((shard, master))
-    if group:
-        yield group
+    groups: list[list[tuple[ParameterShard, Tensor]]] = []
+    for one in zip(shards, masters, strict=True):
+        if groups and _continues(groups[-1][-1], one, config):
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    return groups
 
 
 def _continues(

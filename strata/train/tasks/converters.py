@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from decimal import Decimal
 
-from strata.train.tasks.example import Example, ask, is_held_out
-from strata.train.tasks.offer import Offer
+from strata.train.tasks.example import Example, Offer, ask, is_held_out
 from strata.train.tasks.texts import texts
 from strata.train.tasks.tool import Argument, ExerciseCall, ExerciseTool
 from strata.train.tasks.units import TEXTS as UNIT_TEXTS

@@ -58,6 +58,27 @@ class Task:
     sample: Callable[[random.Random], Example]
 
 
+@dataclass(frozen=True)
+class Offer:
+    """A tool together with the questions that it answers. task: what these are scored as. question: one of them, with
+    its call.
+
+    subjects: what it is for; tools that are offered together share none. own_tasks: those of the model's own tasks
+    whose questions it answers as well. topics: words of other questions that it answers.
+    """
+
+    tool: ExerciseTool
+    task: str
+    question: Callable[[random.Random], Example]
+    subjects: frozenset[str]
+    own_tasks: frozenset[str]
+    topics: frozenset[str] = frozenset()
+
+    def answers(self, example: Example) -> bool:
+        """Whether the tool is for this question, which was not asked with it in mind."""
+        return example.task in self.own_tasks or any(topic in example.question.lower() for topic in self.topics)
+
+
 def worked(task: str, question: str, steps: str, answer: str, problem: str, held_out: bool | None = None) -> Example:
     """A question with its steps and its answer, a line. held_out: None if the problem alone decides."""
     reply = f"{steps}\nAnswer: {answer}" if steps else f"Answer: {answer}"

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from strata.train.tasks import tables
-from strata.train.tasks.example import Example, ask, is_held_out
-from strata.train.tasks.offer import Offer
+from strata.train.tasks.example import Example, Offer, ask, is_held_out
 from strata.train.tasks.smalltalk import TEXTS as SMALL_TALK
 from strata.train.tasks.texts import texts
 from strata.train.tasks.tool import Argument, ExerciseCall, ExerciseTool

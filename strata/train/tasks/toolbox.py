@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from strata.train.tasks import calculators, converters, lookups
-from strata.train.tasks.example import Example
-from strata.train.tasks.offer import Offer
+from strata.train.tasks.example import Example, Offer
 from strata.train.tasks.smalltalk import UNKNOWN
 from strata.train.tasks.tool import ExerciseTool
 

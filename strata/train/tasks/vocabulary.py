@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from strata.models.folder import BUILTIN_FOLDER
+from strata.train.data.shards import write_atomically
 from strata.train.tasks.example import BOUNDARY
 from strata.train.tasks.mixture import ExerciseDocument
 from strata.train.tasks.tool import listing
@@ -70,14 +70,8 @@ def write_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path, max_length: i
         "model_max_length": max_length,
     }
     generation = {f"{name}_token_id": id for name, id in ids.items()} | {"do_sample": False, "max_new_tokens": 512}
-    _write(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
-    _write(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")
+    for name, values in (("tokenizer_config", config), ("generation_config", generation)):
+        write_atomically(folder / f"{name}.json", (json.dumps(values, indent=2) + "\n").encode())
     template = BUILTIN_FOLDER / "chat_template.jinja"
-    _write(folder / template.name, template.read_text(encoding="utf-8"))
-    _write(folder / "tokenizer.json", tokenizer.to_str(pretty=False))
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    write_atomically(folder / template.name, template.read_bytes())
+    write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=False).encode())

@@ -21,7 +21,8 @@ import pytest
 import torch
 
 from strata.comm.launch import World
-from strata.train.checkpoints import folder, publication
+from strata.train.checkpoints import checkpointer as publication
+from strata.train.checkpoints import folder
 from strata.train.checkpoints.checkpointer import Checkpointer
 from strata.train.checkpoints.folder import checkpoints, newest, read_state
 from strata.train.checkpoints.index import CorruptCheckpoint, Index

@@ -172,21 +172,6 @@ def test_every_sample_is_trained_on_or_left_out_once(run: list[tuple[float, floa
     assert (left_out > 0) == any(one.kind is VerdictKind.ROLLBACK for one in verdicts)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("non_finite", "ignore", "faults.non_finite = 'ignore' must be one of skip, stop"),
-        ("spike", "skip", "faults.spike = 'skip' must be one of ignore, report, rollback"),
-        ("spike_window", 4, "faults.spike_window = 4 must be at least 8"),
-        ("max_skipped", -1, "faults.max_skipped = -1 must be at least 0"),
-        ("spike_sigma", math.nan, "faults.spike_sigma = nan must be positive and finite"),
-    ],
-)
-def test_wrong_values_are_refused(field: str, value: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        FaultsConfig(**{field: value})  # type: ignore[arg-type]
-
-
 SHARD = (0, 1, 2, 3)
 NOW = 1000.0
 
@@ -303,12 +288,6 @@ def test_a_frozen_rank_is_named_by_one_that_lives(tmp_path: Path) -> None:
     assert "at step 3, data: frozen" in line
     assert "ranks 1-2 wait in all_reduce 3 of 'dp' (16 bytes)" in line
     assert time.monotonic() - begun < 200  # in which three ranks import torch
-
-
-@pytest.mark.parametrize("seconds", [0.5, -1.0])
-def test_a_time_too_short_to_tell_is_refused(seconds: float) -> None:
-    with pytest.raises(ValueError, match=rf"faults.hang_seconds = {seconds} must be at least 1, or 0"):
-        FaultsConfig(hang_seconds=seconds)
 
 
 CONFIG = FaultsConfig(straggler_share=0.1, straggler_intervals=2)
