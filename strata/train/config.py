@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from strata.models.config import ModelConfig
 from strata.models.folder import existing_folder
 from strata.parallel.layout import Layout
 from strata.train.adapters.lora import LoraConfig
+from strata.train.checks import one_of, positive
 from strata.train.dpo import DpoConfig
 from strata.train.faults.config import FaultsConfig
 from strata.train.log.config import LogConfig
@@ -68,12 +68,10 @@ class RunConfig:
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"run.steps = {self.steps} and run.epochs = {self.epochs:g} both say how long; give one")
         given = [name for name in ("steps", "epochs") if getattr(self, name) is not None]
-        _positive("run", self, *given, "log_every", "checkpoint_every", "keep_checkpoints")
+        positive("run", self, *given, "log_every", "checkpoint_every", "keep_checkpoints")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"run.seed = {self.seed} must be an integer of 64 bits, such as 1")
-        for name, accepted in (("precision", PRECISIONS), ("recompute", ("auto", *RECOMPUTE))):
-            if getattr(self, name) not in accepted:
-                raise ValueError(f"run.{name} = {getattr(self, name)!r} must be one of {', '.join(accepted)}")
+        one_of("run", self, precision=PRECISIONS, recompute=("auto", *RECOMPUTE))
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ class DataConfig:
     skip_corrupt: bool = False
 
     def __post_init__(self) -> None:
-        _positive("data", self, "tokens_per_pack", "packs_per_step", "window")
+        positive("data", self, "tokens_per_pack", "packs_per_step", "window")
         if not self.sources:
             raise ValueError("data.sources is empty; name at least one folder that `strata data` has written")
 
@@ -137,8 +135,7 @@ class LearningRateSchedule:
     min_lr_factor: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.name not in SCHEDULES:
-            raise ValueError(f"schedule.name = {self.name!r} must be one of {', '.join(SCHEDULES)}")
+        one_of("schedule", self, name=SCHEDULES)
         stays = self.name == "warmup_stable_decay"
         if stays and self.decay is None:
             raise ValueError(
@@ -181,7 +178,7 @@ class ValidationConfig:
             )
         if self.share is not None and not 0 < self.share < 1:
             raise ValueError(f"validation.share = {self.share} must lie between 0 and 1, such as 0.05")
-        _positive("validation", self, "every", *(() if self.patience is None else ("patience",)))
+        positive("validation", self, "every", *(() if self.patience is None else ("patience",)))
         if not 0 <= self.min_delta < float("inf"):
             raise ValueError(f"validation.min_delta = {self.min_delta} must be 0 or more, and finite")
         if self.min_delta and self.patience is None:
@@ -204,9 +201,8 @@ class BalanceConfig:
     rate: float = 1e-3
 
     def __post_init__(self) -> None:
-        if self.method not in BALANCE:
-            raise ValueError(f"balance.method = {self.method!r} must be one of {', '.join(BALANCE)}")
-        _positive("balance", self, "rate")
+        one_of("balance", self, method=BALANCE)
+        positive("balance", self, "rate")
 
     def warning(self, model: ModelConfig) -> str:
         """What people should know before such a run, and after it; or ""."""
@@ -226,7 +222,7 @@ class EvaluateConfig:
     max_tokens: int = 384
 
     def __post_init__(self) -> None:
-        _positive("evaluate", self, "examples", "max_tokens")
+        positive("evaluate", self, "examples", "max_tokens")
 
 
 @dataclass(frozen=True)
@@ -318,9 +314,3 @@ def check_trainable(config: ModelConfig) -> None:
             f"final_logit_softcapping = {config.logit_softcap} is not supported in training, whose loss takes "
             "the head's products as they are; accepted is null"
         )
-
-
-def _positive(section: str, config: object, *names: str) -> None:
-    for name in names:
-        if not 0 < getattr(config, name) < math.inf:
-            raise ValueError(f"{section}.{name} = {getattr(config, name)} must be positive and finite")

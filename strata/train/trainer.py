@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from strata.comm.launch import World
@@ -206,7 +207,7 @@ class Trainer:
 
     def _state(self) -> dict[str, Any]:
         """For a checkpoint of the step that was just done."""
-        state: dict[str, Any] = {"position": self.position.to_json(), "guard": self._guard.state()}
+        state: dict[str, Any] = {"position": asdict(self.position), "guard": self._guard.state()}
         state["recipe"] = self._recipe
         if self._validation is not None:
             state["validation"] = self._validation.state()
@@ -310,7 +311,7 @@ class Trainer:
 
     def _take(self, state: dict[str, Any]) -> None:
         """Stand where a checkpoint was made that the shards were filled from."""
-        self.position = Position.from_json(state["position"])
+        self.position = msgspec.convert(state["position"], Position)
         self.stepper.restored(self.position.step)
 
     def _describe(self, recompute: str) -> None:

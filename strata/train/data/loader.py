@@ -6,9 +6,8 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,13 +63,6 @@ class Position:
     def without(self, step: Step) -> Position:
         """The position once this step's samples are left out."""
         return Position(self.step, self.data_step + 1, step.next, self.tokens)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(values: dict[str, Any]) -> Position:
-        return Position(**values | {"place": DataPosition(**values["place"])})
 
 
 class Loader:

@@ -18,7 +18,8 @@ from strata.train.optimizer.config import OptimizerConfig
 from strata.train.optimizer.memory import HostMemory, StateMemory
 from strata.train.optimizer.muon import Muon
 from strata.train.optimizer.muon_rounds import Holding, is_layer_matrix, make_rounds
-from strata.train.optimizer.sharded_optimizer import ShardedOptimizer
+
+ShardedOptimizer = AdamW | Muon
 
 
 def make_optimizer(

@@ -74,7 +74,7 @@ class _OwnRound:
 
 
 class Muon:
-    """A `ShardedOptimizer`: kinds of state are "momentum", and those of `AdamW`.
+    """As `AdamW` to a step; kinds of state are "momentum", and those of that.
 
     A step is rate * 0.2 * sqrt(max(rows, columns)) against the orthogonal matrix, whose elements then have a root mean
     square as AdamW's steps do, so its learning rate carries over (Liu et al. 2025).

@@ -19,7 +19,8 @@ from strata.parallel.loss import Head, MicroBatch
 from strata.parallel.parallelize import Parallel
 from strata.train.checkpoints.state import StateShard
 from strata.train.data.pack import PackedBatch
-from strata.train.optimizer.sharded_optimizer import ShardedOptimizer, clip_scale
+from strata.train.optimizer.make import ShardedOptimizer
+from strata.train.optimizer.sharded_optimizer import clip_scale
 from strata.train.phases import PASSES, Phases
 from strata.train.steps.balance import NoBalancing
 from strata.train.steps.micro_batch import micro_batch, whole_batch

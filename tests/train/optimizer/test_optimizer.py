@@ -19,10 +19,10 @@ from strata.parallel.parallelize import Parallel, parallelize
 from strata.train.optimizer import make
 from strata.train.optimizer.adamw import AdamW
 from strata.train.optimizer.config import OptimizerConfig
-from strata.train.optimizer.make import make_optimizer
+from strata.train.optimizer.make import ShardedOptimizer, make_optimizer
 from strata.train.optimizer.memory import HostMemory
 from strata.train.optimizer.orthogonalize import orthogonalize
-from strata.train.optimizer.sharded_optimizer import ShardedOptimizer, clip_scale, joined
+from strata.train.optimizer.sharded_optimizer import clip_scale, joined
 from tests.parallel.models import config_of, random_model
 from tests.train.plain_optimizers import plain_step
 
