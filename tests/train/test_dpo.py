@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +35,7 @@ from strata.train.steps.parallel_step import ParallelStep
 from strata.train.trainer import Trainer
 from tests.parallel.ranks import run_ranks
 from tests.train.plain_losses import ALONE, loss_of_pack
-from tests.train.samples import sample
+from tests.train.samples import sample, write_lines
 from tests.train.tiny_run import Table, write_files
 
 CONFIG = DpoConfig(beta=0.3, label_smoothing=0.1)
@@ -49,7 +48,7 @@ def mixture(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Mixture:
         {"prompt": f"the {word}?", "chosen": f"quick {word}", "rejected": f"lazy {word} dog over"}
         for word in ("fox", "box", "jugs", "dozen", "brown", "five", "liquor")
     ]
-    (out / "a.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_lines(out / "a.jsonl", pairs)
     tokenize([out / "a.jsonl"], folder, out / "shards", bytes_per_shard=200)
     return Mixture([TokenDataset(out / "shards")], [1.0], seed=0)
 

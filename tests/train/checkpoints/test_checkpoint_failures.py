@@ -29,8 +29,8 @@ from strata.train.checkpoints.index import CorruptCheckpoint, Index
 from strata.train.checkpoints.reader import load
 from strata.train.checkpoints.state import StateShard
 from tests.parallel.ranks import run_ranks
+from tests.train.samples import ALONE
 
-ALONE = World(0, 0, 1, torch.device("cpu"), None)
 FEW, MANY = 60_000, 1_000_000
 RECIPE = {"run": {"seed": 3}, "data": {"files": ["a", "b"]}}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import Counter
@@ -22,7 +21,7 @@ from strata.train.data.permutation import mixed, permuted
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenize
 from tests.train.conftest import SMALL
-from tests.train.samples import sample
+from tests.train.samples import sample, write_lines
 
 WORDS = ["quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "packs", "five", "dozen", "jugs"]
 
@@ -35,7 +34,7 @@ def datasets(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Tok
         draw = np.random.default_rng(seed)
         out = tmp_path_factory.mktemp("data")
         lines = [{"text": " ".join(draw.choice(WORDS, draw.integers(1, 16)))} for _ in range(count)]
-        (out / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(out / "a.jsonl", lines)
         tokenize([out / "a.jsonl"], folder, out / "shards", bytes_per_shard=700)
         made.append(TokenDataset(out / "shards"))
     return made

@@ -13,7 +13,7 @@ from strata.train.data.encoding import Document
 from strata.train.data.records import encode_record, kind_of
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenize
-from tests.train.samples import sample
+from tests.train.samples import sample, template, write_lines
 
 SYSTEM = {"role": "system", "content": "the box"}
 ASKS, ANSWERS = {"role": "user", "content": "quick?"}, {"role": "assistant", "content": "brown fox"}
@@ -85,14 +85,10 @@ def test_sharegpt_is_the_chat_that_it_says(tokenizer: Tokenizer) -> None:
 
 
 def test_results_of_tools_are_read_and_not_learned(folder: Path) -> None:
-    template = (
-        "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
     result = {"from": "tool", "value": "five"}
     record = {"conversations": [*SHARED[1:3], result, SHARED[4]]}
-    with Tokenizer.load(folder, template) as tokenizer:
+    offered = "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"
+    with Tokenizer.load(folder, template(before=offered)) as tokenizer:
         ((text, wanted),) = read(tokenizer, record)
         assert "tool" in text
         assert "five" in text
@@ -167,12 +163,8 @@ def test_fields_beside_those_of_a_shape(tokenizer: Tokenizer, record: dict[str, 
 
 def test_variables_of_the_template_stand_beside_a_conversation(folder: Path) -> None:
     """As TRL takes them: Qwen3's template opens a turn otherwise where thinking is off."""
-    template = (
-        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and quiet %}(){% endif %}"
-        "{{ m.content }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% if quiet %}(){% endif %}{% endif %}"
-    )
-    with Tokenizer.load(folder, template) as tokenizer:
+    turn = "{% if m.role == 'assistant' and quiet %}(){% endif %}{{ m.content }}"
+    with Tokenizer.load(folder, template(turn, prompt="<|assistant|>{% if quiet %}(){% endif %}")) as tokenizer:
         ((text, wanted),) = read(tokenizer, {"messages": TURNS[1:3], "chat_template_kwargs": {"quiet": True}})
         assert "()brown" in text
         assert wanted == "brown fox<|end|>"
@@ -210,12 +202,7 @@ def test_parquet_has_no_more_fields_in_an_object_than_were_given(folder: Path, t
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow.parquet import write_table
 
-    template = (
-        "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for call in m.tool_calls or [] %}"
-        "{{ call.function.arguments | tojson }}{% endfor %}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
+    turn = "{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}"
 
     def tool(name: str) -> dict[str, Any]:
         return {"type": "function", "function": {"name": name, "parameters": {"properties": {name: {"type": "null"}}}}}
@@ -227,10 +214,12 @@ def test_parquet_has_no_more_fields_in_an_object_than_were_given(folder: Path, t
     (folder_of_template := tmp_path / "tokenizer").mkdir()
     for file in folder.iterdir():
         (folder_of_template / file.name).write_bytes(file.read_bytes())
-    (folder_of_template / "chat_template.jinja").write_text(template)
+    (folder_of_template / "chat_template.jinja").write_text(
+        template(turn, before="{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}")
+    )
     rows = [row("fox"), row("dog"), {"messages": TURNS, "tools": None}]
     write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    write_lines(tmp_path / "a.jsonl", rows)
     made = [tmp_path / "parquet", tmp_path / "lines"]
     tokenize([tmp_path / "a.parquet"], folder_of_template, made[0])
     tokenize([tmp_path / "a.jsonl"], folder_of_template, made[1])
@@ -289,10 +278,10 @@ def test_records_that_cannot_be_used(tokenizer: Tokenizer, record: dict[str, Any
 def test_a_file_may_mix_shapes_of_one_kind_and_no_kinds(folder: Path, tmp_path: Path) -> None:
     records = [{"messages": TURNS}, {"conversations": SHARED}, {"prompt": "a", "completion": "b"}, {"text": "a"}]
     file = tmp_path / "a.jsonl"
-    file.write_text("".join(json.dumps(one) + "\n" for one in records[:3]))
+    write_lines(file, records[:3])
     assert tokenize([file], folder, tmp_path / "good").kind == "chat"
     assert TokenDataset(tmp_path / "good").samples == 3
-    file.write_text("".join(json.dumps(one) + "\n" for one in records))
+    write_lines(file, records)
     with pytest.raises(
         ValueError,
         match=r"a\.jsonl, line 4: the record has the fields text; accepted are: instruction, output; mess",

@@ -6,7 +6,6 @@ import json
 import random
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,14 +20,9 @@ from strata.train.data.encoding import encode_text, last_cut, text_ids
 from strata.train.data.shards import TokenDataset
 from strata.train.data.sources import file_ranges, read_text
 from strata.train.data.tokenize import tokenize
-from tests.train.samples import sample
+from tests.train.samples import sample, write_lines
 
 WORDS = ["one two", "three", "größer 東京 🙂", "a much longer text with many more words " * 5, "end"]
-
-
-def jsonl(path: Path, records: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
 
 
 def texts(dataset: TokenDataset, tokenizer: Tokenizer) -> list[str]:
@@ -44,7 +38,7 @@ def loaded(folder: Path) -> Tokenizer:
 def test_every_line_is_in_exactly_one_shard(
     folder: Path, loaded: Tokenizer, tmp_path: Path, bytes_per_shard: int
 ) -> None:
-    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
+    file = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
     index = tokenize([file], folder, tmp_path / "out", bytes_per_shard=bytes_per_shard)
     dataset = TokenDataset(tmp_path / "out")
     assert texts(dataset, loaded) == WORDS
@@ -83,7 +77,7 @@ def test_parquet_without_pyarrow_says_what_to_install(
 
 
 def test_processes_and_a_stopped_run_change_nothing(folder: Path, tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
+    file = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
     alone = tokenize([file], folder, tmp_path / "alone", bytes_per_shard=100)
     seen: list[tuple[int, int]] = []
     together = tokenize(
@@ -104,7 +98,7 @@ def test_processes_and_a_stopped_run_change_nothing(folder: Path, tmp_path: Path
 
 
 def test_a_damaged_shard_is_named_and_skipped_only_if_asked(folder: Path, loaded: Tokenizer, tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
+    file = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
     tokenize([file], folder, tmp_path / "out", bytes_per_shard=30)
     whole = TokenDataset(tmp_path / "out")
     path = tmp_path / "out/shard-00000.tokens.npy"
@@ -128,7 +122,7 @@ def test_a_damaged_shard_is_named_and_skipped_only_if_asked(folder: Path, loaded
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux shows them")
 def test_shards_are_mapped_without_keeping_files_open(folder: Path, tmp_path: Path) -> None:
     """A process may have 1024 files open, and the shards of a large dataset are more."""
-    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
+    file = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
     tokenize([file], folder, tmp_path / "out", bytes_per_shard=1)
     before = len(list(Path("/proc/self/fd").iterdir()))
     dataset = TokenDataset(tmp_path / "out")
@@ -137,7 +131,7 @@ def test_shards_are_mapped_without_keeping_files_open(folder: Path, tmp_path: Pa
 
 
 def test_long_text_is_split_and_long_chats_are_left_out(folder: Path, loaded: Tokenizer, tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
+    file = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
     tokenize([file], folder, tmp_path / "text", longest=16)
     dataset = TokenDataset(tmp_path / "text")
     parts = [sample(dataset, number)[0] for number in range(dataset.samples)]
@@ -149,7 +143,7 @@ def test_long_text_is_split_and_long_chats_are_left_out(folder: Path, loaded: To
         {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}]}
         for text in ("yes", "no " * 40)
     ]
-    index = tokenize([jsonl(tmp_path / "c.jsonl", chats)], folder, tmp_path / "chat", longest=16)
+    index = tokenize([write_lines(tmp_path / "c.jsonl", chats)], folder, tmp_path / "chat", longest=16)
     assert (index.kind, index.shards[0].documents, index.shards[0].left_out) == ("chat", 1, 1)
 
 
@@ -201,12 +195,12 @@ def test_what_is_no_json_is_named_by_line_and_column(folder: Path, tmp_path: Pat
 
 
 def test_corrected_data_replaces_a_plan_without_shards(folder: Path, tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", [{"text": 3}])
+    file = write_lines(tmp_path / "a.jsonl", [{"text": 3}])
     with pytest.raises(ValueError, match="'text' must be a text"):
         tokenize([file], folder, tmp_path / "out")
-    jsonl(file, [{"text": "three"}])
+    write_lines(file, [{"text": "three"}])
     assert tokenize([file], folder, tmp_path / "out").shards[0].documents == 1
-    jsonl(file, [{"text": "four and more"}])
+    write_lines(file, [{"text": "four and more"}])
     with pytest.raises(ValueError, match="made with other files and pieces; choose another folder, or remove it"):
         tokenize([file], folder, tmp_path / "out")
 
@@ -222,7 +216,7 @@ def test_unknown_and_missing_files(folder: Path, tmp_path: Path) -> None:
 def test_a_worker_without_room_says_so_and_the_same_command_goes_on(folder: Path, tmp_path: Path) -> None:
     """The limit on the size of files stands for a full disk; it holds for the processes that this one starts."""
     resource = pytest.importorskip("resource")
-    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in WORDS] * 100)
+    file = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in WORDS] * 100)
     options = {"bytes_per_shard": file.stat().st_size // 2 + 1, "workers": 2}
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
@@ -236,7 +230,7 @@ def test_a_worker_without_room_says_so_and_the_same_command_goes_on(folder: Path
 
 def test_an_index_that_was_not_written_so_is_refused(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    tokenize([jsonl(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])], folder, out)
+    tokenize([write_lines(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])], folder, out)
     written = json.loads((out / "index.json").read_text())
     (shard,) = written["shards"]
     for change, message in (

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strata.comm.launch import World
 from strata.kernels.optimizer.adamw import Constants, adamw
 from strata.kernels.optimizer.muon import muon_momentum, muon_update
 from strata.models.layers import CausalLM
@@ -25,10 +24,10 @@ from strata.train.optimizer.orthogonalize import orthogonalize
 from strata.train.optimizer.sharded_optimizer import clip_scale, joined
 from tests.parallel.models import config_of, random_model
 from tests.train.plain_optimizers import plain_step
+from tests.train.samples import ALONE
 
 RATE = 1e-2
 ONE = torch.ones(())
-ALONE = World(0, 0, 1, torch.device("cpu"), None)
 Made = tuple[CausalLM, Parallel, ShardedOptimizer]
 
 

@@ -24,9 +24,8 @@ from tests.largest import largest
 from tests.parallel.models import config_of
 from tests.parallel.ranks import run_ranks
 from tests.train.plain_losses import OBJECTIVES
+from tests.train.samples import ALONE
 from tests.train.step_ranks import errors_of, four_ranks, made, pack_of, repeated_messages, two_ranks
-
-ALONE = World(0, 0, 1, torch.device("cpu"), None)
 
 LORA: dict[str, Any] = {"projections": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
 LAST_LAYER = {"projections": ["up_proj"], "changes": {"mlp_only_layers": [1]}}

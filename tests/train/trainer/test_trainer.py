@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 
 from strata import LLM
-from strata.comm.launch import World
 from strata.engine.sampling_params import SamplingParams
 from strata.models.folder import BUILTIN_FOLDER
 from strata.models.save import save
@@ -25,9 +24,7 @@ from strata.train.steps import make
 from strata.train.tasks.exercises import write_exercises
 from strata.train.trainer import Trainer
 from tests.train.conftest import FRESH, Small, Tune, cut_off, log
-
-ALONE = World(0, 0, 1, torch.device("cpu"), None)
-SHARE = "rank-00000.safetensors"
+from tests.train.samples import ALONE, SHARE
 
 
 def assert_same_end(one: Path, other: Path, checkpoint: str) -> dict[str, torch.Tensor]:

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from strata.comm.launch import World
 from strata.models.families import build
 from strata.models.layers import CausalLM
 from strata.models.weights import load
@@ -31,10 +30,7 @@ from strata.train.tasks.exercises import write_exercises
 from strata.train.trainer import Trainer
 from strata.train.validation import Validation
 from tests.train.conftest import Small, Tune, cut_off, log
-from tests.train.samples import sample
-
-ALONE = World(0, 0, 1, torch.device("cpu"), None)
-SHARE = "rank-00000.safetensors"
+from tests.train.samples import ALONE, SHARE, sample
 
 
 @pytest.fixture(scope="module")
