@@ -70,8 +70,8 @@ def plain_steps(config: ModelConfig, method: str, replicas: int) -> tuple[Plain,
         total = plain_loss("next token", [plain_logprobs(model, {}, one) for one in packs], packs)
         added, value, busiest = plain.loss()
         norm = plain_update(optimizer, total + added, named, step)
-        said = {"loss": total, "norm": norm, "balance_loss": value, "busiest_expert": busiest}
-        found.append({name: torch.as_tensor(one).item() for name, one in said.items()})
+        said = {"loss": total, "balance_loss": value, "busiest_expert": busiest}
+        found.append({"norm": norm} | {name: one.item() for name, one in said.items()})
     return plain, found
 
 
