@@ -231,18 +231,12 @@ def test_parquet_has_no_more_fields_in_an_object_than_were_given(folder: Path, t
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (
-            {"conversations": [{"from": "bing", "value": "a"}]},
-            r"conversations\[0\]: from = 'bing' is unknown; accepted",
-        ),
+        ({"conversations": [{"from": "bing", "value": "a"}]}, r"conversations\[0\]: from = 'bing' is unknown"),
         ({"conversations": "a"}, "'conversations' must be a list of messages, got 'a'"),
         ({"messages": [ASKS, "a"]}, r"messages\[1\] must have 'role' and 'content', or 'from' and 'value', got 'a'"),
         ({"system": "a", "prompt": "a", "completion": "b"}, "'system' is for a chat template, and texts are learned"),
         ({"tools": "[]", "prompt": "a", "completion": "b"}, "'tools' is for a chat template, and texts are learned"),
-        (
-            {"messages": TURNS, "functions": [{"name": "f"}]},
-            "'functions' is not supported: that is the older form, use",
-        ),
+        ({"messages": TURNS, "functions": [{"name": "f"}]}, "'functions' is not supported: that is the older form"),
         ({"messages": TURNS, "rejected_response": "no"}, "'rejected_response' is not supported: give preferences as"),
         ({"prompt": "a", "completion": [ANSWERS]}, "'prompt' must be a list of messages, got 'a'"),
         ({"prompt": "a", "completion": "b", "label": False}, "a chat with a 'label' is no example to follow"),
@@ -264,10 +258,7 @@ def test_parquet_has_no_more_fields_in_an_object_than_were_given(folder: Path, t
         (ALPACA | {"history": [["one"]]}, r"history\[0\] must be a prompt and its response, two texts, got \['one'\]"),
         (ALPACA | {"history": "one"}, "'history' must be a list of prompts with their responses, got 'one'"),
         (ALPACA | {"kto_tag": False}, "'kto_tag'"),
-        (
-            {"question": "a"},
-            "the record has the fields question; accepted are: instruction, output; messages; chosen, ",
-        ),
+        ({"question": "a"}, "the record has the fields question; accepted are: instruction, output; messages; chosen"),
     ],
 )
 def test_records_that_cannot_be_used(tokenizer: Tokenizer, record: dict[str, Any], message: str) -> None:

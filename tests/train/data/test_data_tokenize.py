@@ -154,10 +154,7 @@ def test_long_text_is_split_and_long_chats_are_left_out(folder: Path, loaded: To
         ("\n\n", "no records"),
         ('{"text": "a"}\n{"text": 3}\n', r"line 2: 'text' must be a text, got 3"),
         ('{"text": "a"}\n[1]\n', "line 2: the line must be a JSON object"),
-        (
-            '{"text": "a"}\n{"text\n',
-            r"a\.jsonl, line 2, column 2: not JSON: .*; correct or remove the line",
-        ),
+        ('{"text": "a"}\n{"text\n', r"a\.jsonl, line 2, column 2: not JSON: .*; correct or remove the line"),
         ('{"body": "a"}\n', r"line 1: the record has the fields body; accepted are: instruction, output; messages; "),
         ('{"messages": [{"role": "user", "content": "a"}]}\n', "no assistant turn"),
     ],
