@@ -154,7 +154,9 @@ class Trainer:
             while not self.is_over:
                 try:
                     # Which drop the lines of steps that are repeated.
-                    with self._open_log() as log, self._open_times() as times:
+                    step, rank = self.position.step, self.world.rank
+                    logs = open_logs(self.folder, self.config.log, step, asdict(self.config), rank=rank, warn=self.warn)
+                    with logs as log, open_times(self.folder, step, rank=rank, warn=self.warn) as times:
                         self._advance(log, times, report)
                 except _RollBack as back:
                     self.warn(back.verdict.reason)
@@ -330,11 +332,3 @@ class Trainer:
 
     def _sole_run(self) -> AbstractContextManager[None]:
         return sole_run(self.folder) if self.world.is_main else contextlib.nullcontext()
-
-    def _open_times(self) -> Logs:
-        return open_times(self.folder, self.position.step, rank=self.world.rank, warn=self.warn)
-
-    def _open_log(self) -> Logs:
-        return open_logs(
-            self.folder, self.config.log, self.position.step, asdict(self.config), rank=self.world.rank, warn=self.warn
-        )

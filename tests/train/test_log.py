@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from strata.hardware.specs import device
 from strata.models.config import config_from_dict
@@ -27,7 +28,7 @@ from strata.train.log.picture import plot_report
 from strata.train.predict.min_time import min_time
 from strata.train.predict.step_kinds import ORDER, kind_of, read_step_trace
 from strata.train.predict.step_shape import TrainShape
-from strata.train.profile import NO_MEMORY, STEP, VIEW_MEMORY, StepProfiler, phase, write_snapshot
+from strata.train.profile import NO_MEMORY, STEP, VIEW_MEMORY, StepProfiler, write_snapshot
 
 
 def values(step: int) -> dict[str, Any]:
@@ -224,11 +225,11 @@ def train(profiler: StepProfiler, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     for number in range(1, steps + 1):
         with profiler.step(number):
-            with phase("forward"):
+            with record_function("strata.forward"):
                 loss = model(torch.ones(2048, 512)).square().mean()
-            with phase("backward"):
+            with record_function("strata.backward"):
                 loss.backward()
-            with phase("update"):
+            with record_function("strata.update"):
                 optimizer.step()
                 optimizer.zero_grad()
 

@@ -10,7 +10,7 @@ import random
 from functools import partial
 
 from strata.train.tasks.example import Example, Task, ask, is_held_out, worked
-from strata.train.tasks.texts import texts
+from strata.train.tasks.words import texts
 
 TEXTS = texts("arithmetic")
 _NAMES = {"+": "add", "-": "subtract", "×": "multiply"}

@@ -9,9 +9,9 @@ from decimal import Decimal
 
 from strata.train.tasks import arithmetic
 from strata.train.tasks.example import Example, Offer, ask, is_held_out
-from strata.train.tasks.texts import texts
 from strata.train.tasks.tool import Argument, ExerciseCall, ExerciseTool
 from strata.train.tasks.units import plain
+from strata.train.tasks.words import texts
 
 TASK = "calling a calculator"
 

@@ -6,11 +6,10 @@ import random
 from decimal import Decimal
 
 from strata.train.tasks.example import Example, Offer, ask, is_held_out
-from strata.train.tasks.texts import texts
 from strata.train.tasks.tool import Argument, ExerciseCall, ExerciseTool
 from strata.train.tasks.units import TEXTS as UNIT_TEXTS
 from strata.train.tasks.units import any_conversion, named_units, plain
-from strata.train.tasks.words import pseudo_word
+from strata.train.tasks.words import pseudo_word, texts
 
 TASK = "calling a unit table"
 

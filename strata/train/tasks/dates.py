@@ -8,7 +8,7 @@ import random
 
 from strata.train.tasks.arithmetic import problem_of
 from strata.train.tasks.example import Example, Task, ask, is_held_out, worked
-from strata.train.tasks.texts import texts
+from strata.train.tasks.words import texts
 
 TEXTS = texts("dates")
 DAYS = tuple(calendar.day_name)

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from strata.train.tasks import tables
 from strata.train.tasks.example import Example, Offer, ask, is_held_out
 from strata.train.tasks.smalltalk import TEXTS as SMALL_TALK
-from strata.train.tasks.texts import texts
 from strata.train.tasks.tool import Argument, ExerciseCall, ExerciseTool
-from strata.train.tasks.words import ANIMALS, FOODS, NAMES, PLACES_WORDS, THINGS, pseudo_word
+from strata.train.tasks.words import ANIMALS, FOODS, NAMES, PLACES_WORDS, THINGS, pseudo_word, texts
 
 TEXTS = texts("lookups")
 CITIES: list[str] = tables.TEXTS["cities"]

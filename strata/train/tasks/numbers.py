@@ -7,7 +7,7 @@ from functools import partial
 
 from strata.train.tasks.arithmetic import PLACES
 from strata.train.tasks.example import Example, Task, ask, worked
-from strata.train.tasks.texts import texts
+from strata.train.tasks.words import texts
 
 TEXTS = texts("numbers")
 

@@ -6,8 +6,7 @@ import random
 
 from strata.train.tasks.example import Example, Task, ask
 from strata.train.tasks.tables import TEXTS as TABLES
-from strata.train.tasks.texts import texts
-from strata.train.tasks.words import ANIMALS, FOODS, NAMES, THINGS
+from strata.train.tasks.words import ANIMALS, FOODS, NAMES, THINGS, texts
 
 TEXTS = texts("smalltalk")
 ABILITIES = (

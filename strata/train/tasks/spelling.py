@@ -9,8 +9,7 @@ from __future__ import annotations
 import random
 
 from strata.train.tasks.example import HELD_OUT_PERCENT, Example, Task, ask, bucket, joined, spaced, worked
-from strata.train.tasks.texts import texts
-from strata.train.tasks.words import LETTERS, any_word
+from strata.train.tasks.words import LETTERS, any_word, texts
 
 TEXTS = texts("spelling")
 _FIRST_BUCKET = {"reverse": 0, "spell": HELD_OUT_PERCENT, "count": 2 * HELD_OUT_PERCENT}

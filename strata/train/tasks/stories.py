@@ -6,8 +6,7 @@ import random
 
 from strata.train.tasks.arithmetic import addition_steps, problem_of, subtraction_steps
 from strata.train.tasks.example import Example, Task, ask, worked
-from strata.train.tasks.texts import texts
-from strata.train.tasks.words import ANIMALS, FOODS, NAMES, PLACES_WORDS, THINGS
+from strata.train.tasks.words import ANIMALS, FOODS, NAMES, PLACES_WORDS, THINGS, texts
 
 TEXTS = texts("stories")
 _PARTS = [TEXTS[name] for name in ("openings", "middles", "troubles", "endings")]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 
 from strata.train.tasks.example import Example, Task, worked
-from strata.train.tasks.texts import texts
-from strata.train.tasks.words import FOODS, NAMES, THINGS
+from strata.train.tasks.words import FOODS, NAMES, THINGS, texts
 
 TEXTS = texts("tables")
 # What a row is of, and what it says of that.

@@ -8,7 +8,7 @@ from decimal import Decimal
 
 from strata.train.tasks.arithmetic import division_steps, multiplication_steps, problem_of
 from strata.train.tasks.example import Example, Task, ask, is_held_out, worked
-from strata.train.tasks.texts import texts
+from strata.train.tasks.words import texts
 
 
 @dataclass(frozen=True)

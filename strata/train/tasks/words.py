@@ -1,10 +1,27 @@
-"""The words that the spelling tasks and stories use: common English ones, and pseudo-words made of syllables."""
+"""What exercises are said with, from `texts.toml` beside this file: phrasings, common English words, and pseudo-words of
+syllables."""
 
 from __future__ import annotations
 
 import random
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-from strata.train.tasks.texts import texts
+
+@cache
+def _read() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("texts.toml").read_text(encoding="utf-8"))
+
+
+def texts(section: str) -> dict[str, Any]:
+    """Of a section of the file, by name: lists of phrasings, and of words."""
+    found = _read()
+    for name in section.split("."):
+        found = found[name]
+    return {name: value.split() if isinstance(value, str) else value for name, value in found.items()}
+
 
 _TEXTS, _COMMON = texts("words"), texts("words.common")
 NAMES: list[str] = _TEXTS["names"]
