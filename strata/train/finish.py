@@ -109,5 +109,5 @@ def trained_values(path: Path) -> dict[str, Tensor]:
     it is corrupt.
     """
     with Reader(path) as reader:
-        names = {shard.name for shard in reader.index.shards if shard.kind == MASTER}
+        names = dict.fromkeys(shard.name for shard in reader.index.shards if shard.kind == MASTER)
         return {name: reader.whole(MASTER, name) for name in names}

@@ -1,4 +1,4 @@
-"""What exercises are said with, from `texts.toml` beside this file: phrasings and words; and pseudo-words of syllables."""
+"""What exercises are said with, from `texts.toml` beside this file, and pseudo-words that are made of syllables."""
 
 from __future__ import annotations
 
