@@ -30,12 +30,11 @@ from strata.models.shapes import SHAPES
 from strata.models.weights import WeightStore
 from strata.parallel.layout import Layout
 from strata.train.adapters.lora import LoraConfig
-from strata.train.config import TrainConfig
+from strata.train.config import RECOMPUTE_OF_MODULES, TrainConfig
 from strata.train.data.encoding import Encoded
 from strata.train.data.pack import pack
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.predict.adapters import AdapterStep
-from strata.train.recompute import RECOMPUTE_OF_MODULES
 from strata.train.steps.make import Adapters, make_step, values_of
 
 GIB = 2**30

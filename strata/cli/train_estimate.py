@@ -6,12 +6,11 @@ from strata.hardware import specs
 from strata.models.config import ModelConfig, config_from_dict, read_config
 from strata.parallel.layout import Layout, auto_layout
 from strata.text.tokenizer import Tokenizer
-from strata.train.config import TrainConfig
+from strata.train.config import TrainConfig, check_trainable
 from strata.train.layout import with_micro_batches
 from strata.train.predict.adapters import AdapterStep
 from strata.train.predict.estimate import GIB, Estimate, MemoryOfRank, choose_recompute, estimate, step_shape
 from strata.train.start import fresh_config
-from strata.train.trainable import check_trainable
 
 
 def estimate_text(run: TrainConfig, device_name: str, ranks: int) -> str:

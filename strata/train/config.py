@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from strata.models.config import ModelConfig
 from strata.models.folder import existing_folder
 from strata.parallel.layout import Layout
 from strata.train.adapters.lora import LoraConfig
+from strata.train.checks import one_of, positive
 from strata.train.dpo import DpoConfig
 from strata.train.faults.config import FaultsConfig
 from strata.train.log.config import LogConfig
@@ -25,6 +25,7 @@ PRECISIONS = ("bf16", "fp8-tensor", "fp8-row")
 # What the backward pass computes again on a GPU: nothing, what costs no products, also the widest product, or whole
 # layers; from least time to least memory. Modules that are no graph take "mlp" for all of the MLP, and no "operations".
 RECOMPUTE = ("none", "operations", "mlp", "layers")
+RECOMPUTE_OF_MODULES = ("none", "mlp", "layers")
 # How the learning rate goes on after its warm-up, by the names of Hugging Face. The first alone has a decay.
 SCHEDULES = ("warmup_stable_decay", "cosine", "linear", "constant")
 # Of a section: what, said on the command line, replaces what of the file, since a run has one of both.
@@ -67,12 +68,10 @@ class RunConfig:
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"run.steps = {self.steps} and run.epochs = {self.epochs:g} both say how long; give one")
         given = [name for name in ("steps", "epochs") if getattr(self, name) is not None]
-        _positive("run", self, *given, "log_every", "checkpoint_every", "keep_checkpoints")
+        positive("run", self, *given, "log_every", "checkpoint_every", "keep_checkpoints")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"run.seed = {self.seed} must be an integer of 64 bits, such as 1")
-        for name, accepted in (("precision", PRECISIONS), ("recompute", ("auto", *RECOMPUTE))):
-            if getattr(self, name) not in accepted:
-                raise ValueError(f"run.{name} = {getattr(self, name)!r} must be one of {', '.join(accepted)}")
+        one_of("run", self, precision=PRECISIONS, recompute=("auto", *RECOMPUTE))
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ class DataConfig:
     skip_corrupt: bool = False
 
     def __post_init__(self) -> None:
-        _positive("data", self, "tokens_per_pack", "packs_per_step", "window")
+        positive("data", self, "tokens_per_pack", "packs_per_step", "window")
         if not self.sources:
             raise ValueError("data.sources is empty; name at least one folder that `strata data` has written")
 
@@ -136,8 +135,7 @@ class LearningRateSchedule:
     min_lr_factor: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.name not in SCHEDULES:
-            raise ValueError(f"schedule.name = {self.name!r} must be one of {', '.join(SCHEDULES)}")
+        one_of("schedule", self, name=SCHEDULES)
         stays = self.name == "warmup_stable_decay"
         if stays and self.decay is None:
             raise ValueError(
@@ -180,7 +178,7 @@ class ValidationConfig:
             )
         if self.share is not None and not 0 < self.share < 1:
             raise ValueError(f"validation.share = {self.share} must lie between 0 and 1, such as 0.05")
-        _positive("validation", self, "every", *(() if self.patience is None else ("patience",)))
+        positive("validation", self, "every", *(() if self.patience is None else ("patience",)))
         if not 0 <= self.min_delta < float("inf"):
             raise ValueError(f"validation.min_delta = {self.min_delta} must be 0 or more, and finite")
         if self.min_delta and self.patience is None:
@@ -203,9 +201,8 @@ class BalanceConfig:
     rate: float = 1e-3
 
     def __post_init__(self) -> None:
-        if self.method not in BALANCE:
-            raise ValueError(f"balance.method = {self.method!r} must be one of {', '.join(BALANCE)}")
-        _positive("balance", self, "rate")
+        one_of("balance", self, method=BALANCE)
+        positive("balance", self, "rate")
 
     def warning(self, model: ModelConfig) -> str:
         """What people should know before such a run, and after it; or ""."""
@@ -225,7 +222,7 @@ class EvaluateConfig:
     max_tokens: int = 384
 
     def __post_init__(self) -> None:
-        _positive("evaluate", self, "examples", "max_tokens")
+        positive("evaluate", self, "examples", "max_tokens")
 
 
 @dataclass(frozen=True)
@@ -269,11 +266,10 @@ class TrainConfig:
             raise ValueError("[lora] and [dpo] start from a trained model: remove [model], or those")
         if self.balance is not None and (self.lora is not None or self.dpo is not None):
             raise ValueError("[lora] and [dpo] leave experts as busy as they are: remove [balance], or those")
-        if self.run.precision != "bf16" and self.lora is not None:
-            raise ValueError(
-                f"run.precision = {self.run.precision!r} is not for [lora], whose products are in bf16: remove "
-                "it, or that"
-            )
+        for name, accepted in (("precision", PRECISIONS[:1]), ("recompute", ("auto", *RECOMPUTE_OF_MODULES))):
+            given = getattr(self.run, name)
+            if self.lora is not None and given not in accepted:
+                raise ValueError(f"run.{name} = {given!r} is not for [lora]: use {' or '.join(map(repr, accepted))}")
         if self.export is not None and self.evaluate is None:
             raise ValueError("[export] writes a card with accuracies: add [evaluate], or remove [export]")
 
@@ -311,7 +307,10 @@ def read_train_config(path: Path, changes: Sequence[tuple[str, str]] = ()) -> Tr
         raise ValueError(f"{path}{'' if line is None else f', line {line}'}: {error}") from None
 
 
-def _positive(section: str, config: object, *names: str) -> None:
-    for name in names:
-        if not 0 < getattr(config, name) < math.inf:
-            raise ValueError(f"{section}.{name} = {getattr(config, name)} must be positive and finite")
+def check_trainable(config: ModelConfig) -> None:
+    """Raises ValueError for a model that is not trained yet, neither whole nor by adapters."""
+    if config.logit_softcap is not None:
+        raise ValueError(
+            f"final_logit_softcapping = {config.logit_softcap} is not supported in training, whose loss takes "
+            "the head's products as they are; accepted is null"
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,9 @@ from torch import Tensor
 from strata.comm.collectives import start_all_reduce
 from strata.comm.mesh import Axis
 from strata.parallel.loss import Head, MicroBatch
+from strata.train.checks import positive
+from strata.train.data.loader import OnceLoader
 from strata.train.data.mixture import DatasetReader
-from strata.train.data.once import OnceLoader
 from strata.train.data.pack import PackedBatch, Samples
 from strata.train.steps.objective import Columns
 
@@ -33,8 +33,7 @@ class DpoConfig:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.beta < math.inf:
-            raise ValueError(f"dpo.beta = {self.beta} must be positive and finite")
+        positive("dpo", self, "beta")
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"dpo.label_smoothing = {self.label_smoothing} must lie in [0, 0.5)")
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from strata.models.config import read_config
-from strata.train.position import Position
+from strata.train.data.loader import Position
 from strata.train.score import Score
 
 
@@ -27,42 +27,6 @@ class Finished:
     device: torch.device
 
 
-CARD = """\
-# The built-in model of Strata
-
-A Llama-architecture chat model of {parameters:.1f} million parameters, trained from scratch by `strata train` on
-exercises that the repository generates from a seed. It exists so that Strata runs, can be tested and can be measured
-without a download.
-
-**What it is.** It adds, subtracts, multiplies and divides small numbers with worked steps, compares and sorts numbers,
-spells and reverses words, counts letters, converts units, answers questions about weekdays, months, small tables and
-short stories, and tells a four-sentence story, all in English and in phrasings like those of its exercises. Offered
-tools that calculate, convert or look something up, it calls the one that fits and answers from the result.
-
-**What it is not.** It is no general assistant: it has read no book and no web page, knows no facts about the world, and
-answers questions outside its exercises with "I do not know that" or with nonsense. Longer numbers, longer words, other
-phrasings and other languages than those of the exercises make it fail without warning. Do not rely on its answers.
-
-| | |
-|---|---|
-| Shape | {layers} layers, width {hidden}, {heads} query and {kv_heads} KV heads of {head_dim}, vocabulary {vocab} |
-| Longest sequence | {length} tokens |
-| Training | {steps:,} steps, {tokens:,} tokens, AdamW, warm-up, stable, decay; no text but the generated exercises |
-| Precision | {precision} |
-| Recipe, log | `recipe.json`, `training.jsonl` |
-| Licence | Apache-2.0 |
-
-## Held-out accuracy
-
-Greedy decoding. A held-out problem (for example the pair 38, 47 in addition, or the reversal of one word) occurs in no
-training text, however it is phrased.
-
-| task | right | asked | accuracy |
-|---|---|---|---|
-{table}
-"""
-
-
 def accuracy_table(scores: Sequence[Score]) -> dict[str, Any]:
     """The scores as accuracy.json holds them."""
     return {one.task: {"correct": one.correct, "total": one.total, "accuracy": one.accuracy} for one in scores}
@@ -74,7 +38,8 @@ def model_card(trained: Finished, scores: Sequence[Score]) -> str:
     bytes_written = (trained.model / "model.safetensors").stat().st_size
     table = "\n".join(f"| {one.task} | {one.correct} | {one.total} | {one.accuracy:.1%} |" for one in scores)
     mixed = trained.device.type != "cpu"
-    return CARD.format(
+    card = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")
+    return card.format(
         parameters=bytes_written / 2 / 1e6,
         layers=config.num_layers,
         hidden=config.hidden_size,

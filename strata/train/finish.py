@@ -7,16 +7,19 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from strata.models.checkpoint import read_checkpoint
-from strata.models.config import DTYPES
+from strata.models.config import DTYPES, ModelConfig
 from strata.models.experts import CORRECTION
+from strata.models.families import build
 from strata.models.quantized.checkpoint import packed_format
 from strata.models.save import save
 from strata.models.weights import load
 from strata.train.adapters.lora import LoraConfig, load_adapter, merge_lora, save_adapter
-from strata.train.checkpoints.export import export, trained_values
 from strata.train.checkpoints.folder import newest, step_of, whole_checkpoints
+from strata.train.checkpoints.reader import Reader
+from strata.train.checkpoints.state import MASTER, state_of
 from strata.train.trainer import Trainer
 
 
@@ -79,3 +82,32 @@ def _stored_dtype(weights: Path) -> torch.dtype:
     dtypes = (one.dtype for name, one in tensors if name not in left_out and not name.endswith(CORRECTION))
     widest = functools.reduce(torch.promote_types, dtypes)
     return widest if widest in DTYPES.values() else torch.float32
+
+
+@torch.no_grad()
+def export(path: Path, config: ModelConfig, tokenizer: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write the masters of the checkpoint `path`, rounded to `dtype`, to the folder `out`; see `save`.
+
+    tokenizer: a folder with its files. Holds a shard of the new files in host memory, and of the masters what is being
+    read. Raises ValueError if the checkpoint is corrupt or of another model than `config`.
+    """
+    with torch.device("meta"):
+        model = build(config)
+    with Reader(path) as reader:
+        wanted = dict(model.to(dtype).named_parameters())
+        for name, parameter in wanted.items():
+            reader.check(*state_of(name), tuple(parameter.shape))
+        stored_names = {shard.name for shard in reader.index.shards if shard.kind == MASTER}
+        if unknown := sorted(stored_names - wanted.keys()):
+            raise ValueError(f"checkpoint {path} has {unknown[0]}, which this model has not; it is of another model")
+        values = ((name, reader.whole(*state_of(name), one.dtype)) for name, one in wanted.items())
+        save(model, config, out, tokenizer, values=values)
+
+
+def trained_values(path: Path) -> dict[str, Tensor]:
+    """Everything that the checkpoint `path` has masters of, by name, whole, in float32 on the CPU. Raises ValueError if
+    it is corrupt.
+    """
+    with Reader(path) as reader:
+        names = dict.fromkeys(shard.name for shard in reader.index.shards if shard.kind == MASTER)
+        return {name: reader.whole(MASTER, name) for name in names}

@@ -11,13 +11,11 @@ import torch
 
 from strata.comm.collectives import all_gather_json
 from strata.comm.mesh import Axis
-from strata.models.config import ModelConfig
-from strata.train.data.loader import Step
+from strata.train.data.loader import Position, Step
 from strata.train.faults.config import FaultsConfig
 from strata.train.faults.stragglers import ComputeClock, Stragglers
-from strata.train.position import Position
-from strata.train.predict.flops import batch_flops
-from strata.train.results import Reading
+from strata.train.predict.flops import StepFlops
+from strata.train.steps.result import Reading
 
 GIB = 2**30
 
@@ -40,22 +38,19 @@ class Meter:
 
     def __init__(
         self,
-        config: ModelConfig,
         faults: FaultsConfig,
         world_axis: Axis,
         replicas: int,
         device: torch.device,
         clock: ComputeClock,
-        *,
-        peak_flops: float | None,
-        weights_are_frozen: bool,
+        peak_flops: float | None = None,
     ) -> None:
         """world_axis: all ranks. replicas: how many of them see documents of their own; the others repeat those. clock:
-        of what each rank computes. peak_flops: of one device. weights_are_frozen: see `document_flops`.
+        of what each rank computes. peak_flops: of one device.
         """
-        self._config, self._world_axis, self._replicas, self._device = config, world_axis, replicas, device
-        self._clock, self._peak, self._frozen = clock, peak_flops, weights_are_frozen
-        self._stragglers = Stragglers(faults, world_axis)
+        self._world_axis, self._replicas, self._device = world_axis, replicas, device
+        self._clock, self._peak = clock, peak_flops
+        self._stragglers = Stragglers(faults, world_axis.size)
         self._began = time.perf_counter()
         self._interval = _Interval(0, self._began)
 
@@ -63,13 +58,11 @@ class Meter:
         """Begin an interval. tokens: trained on so far."""
         self._interval = _Interval(tokens, time.perf_counter())
 
-    def count(self, step: Step) -> None:
-        """A step was launched."""
+    def count(self, step: Step, flops: StepFlops) -> None:
+        """A step was launched. flops: of this rank's packs."""
         self._interval.steps += 1
         self._interval.filled.append(step.utilisation)
-        if self._peak is not None:
-            flops = batch_flops(self._config, step.batches, weights_are_frozen=self._frozen)
-            self._interval.flops += flops.total
+        self._interval.flops += flops.total
 
     def read(self, reading: Reading, *, is_skipped: bool) -> None:
         """A step's numbers have arrived."""

@@ -23,9 +23,9 @@ NO_PHASES = Phases()
 
 
 class ObservedPhases(Phases):
-    """`Phases` that a hang watch, a profiler's trace, a clock and, on the first rank, its times follow."""
+    """`Phases` that a hang watch, a profiler's trace, a clock and its times follow."""
 
-    def __init__(self, watch: HangWatch, clock: ComputeClock, times: TrainingStepTimes | None) -> None:
+    def __init__(self, watch: HangWatch, clock: ComputeClock, times: TrainingStepTimes) -> None:
         self._watch, self._clock, self._times = watch, clock, times
         self._step = 0
         self._phase = ""
@@ -41,8 +41,7 @@ class ObservedPhases(Phases):
         if self._range is not None:
             self._range.__exit__(None, None, None)
         self._watch.at(self._step, phase)
-        if self._times is not None:
-            self._times.at(phase)
+        self._times.at(phase)
         self._phase = phase
         self._range = torch.profiler.record_function(f"strata.{phase}")
         self._range.__enter__()

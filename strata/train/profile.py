@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -23,11 +23,6 @@ VIEW_MEMORY = (
     "print(trace_plot(json.load(gzip.open('{}'))))\" > memory.html"
 )
 NO_MEMORY = "no memory snapshot: a CPU's allocator keeps no history"
-
-
-def phase(name: str) -> AbstractContextManager[object]:
-    """A part of a step as traces show it: "forward", "loss", "backward", "update". Costs a microsecond or two."""
-    return record_function(f"strata.{name}")
 
 
 class StepProfiler:

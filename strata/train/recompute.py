@@ -37,9 +37,6 @@ _PRODUCTS = {"aten::mm": 1, "aten::addmm": 2, "aten::_scaled_mm": 1, "aten::_gro
 # Which argument of an operation has gate's and up's rows, the last dimension but one.
 _GATED = {linear_silu_mul: 1, linear_silu_mul_fp8: 1, experts: 3}
 
-# What a model that is no graph can compute again.
-RECOMPUTE_OF_MODULES = ("none", "mlp", "layers")
-
 Sizes = tuple[int, int]  # inner and columns of a matrix
 
 
@@ -113,8 +110,8 @@ def _ends_layer(node: fx.Node) -> bool:
 def recompute_modules(model: nn.Module, recompute: str) -> None:
     """Let layers of a model that is no graph, in place, be computed again in the backward pass.
 
-    recompute: one of `RECOMPUTE_OF_MODULES`; "mlp" is a layer's MLP, with its experts, from what enters it; nothing of
-    layers without one.
+    recompute: one of `strata.train.config.RECOMPUTE_OF_MODULES`; "mlp" is a layer's MLP, with its experts, from what
+    enters it; nothing of layers without one.
     """
     if recompute == "none":
         return

@@ -15,13 +15,11 @@ from strata.models.config import ModelConfig, config_from_dict, read_config
 from strata.text.tokenizer import Tokenizer
 from strata.train.adapters.frozen import check_weights
 from strata.train.checkpoints.folder import checkpoints
-from strata.train.config import TrainConfig
-from strata.train.data.loader import ORDER, Loader, check_capacity, check_data
+from strata.train.config import TrainConfig, check_trainable
+from strata.train.data.loader import ORDER, Loader, OnceLoader, check_capacity, check_data
 from strata.train.data.mixture import DatasetReader, Mixture
-from strata.train.data.once import OnceLoader
 from strata.train.data.shards import TokenDataset
 from strata.train.layout import chosen_layout
-from strata.train.trainable import check_trainable
 
 
 @dataclass(frozen=True)
@@ -141,6 +139,7 @@ def starting_point(config: TrainConfig, datasets: Sequence[TokenDataset]) -> Sta
     folder = config.start.folder
     with Tokenizer.load(folder) as tokenizer:
         found = read_config(folder) if config.model is None else fresh_config(config.model, tokenizer)
+        check_trainable(found)
         check_data(datasets, kind, found, tokenizer)
     if config.model is None:
         lora = config.lora
@@ -197,7 +196,6 @@ def check_run(config: TrainConfig, ranks: int, *, resume: bool) -> None:
     resumed(Path(config.run.out), wanted=resume)
     found = open_data(config, _ignored, checksums=False)
     start = starting_point(config, found.every)
-    check_trainable(start.config)
     ways = ranks
     if config.parallel is not None:  # otherwise chosen by the memory of the devices
         layout = chosen_layout(config, start.config, World(0, 0, ranks, torch.device("cpu"), None), _ignored)

@@ -3,91 +3,84 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from strata.comm.mesh import Mesh
 from strata.models.config import ModelConfig
+from strata.models.expert_config import ExpertsConfig
 from strata.models.quantized.checkpoint import packed_format
 from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
 from strata.train.adapters.frozen import load_frozen, packed_line
-from strata.train.adapters.lora import LoraConfig
 from strata.train.config import BalanceConfig, TrainConfig
 from strata.train.dpo import DpoObjective, Reference, weights_digest
 from strata.train.layout import device_memory
 from strata.train.phases import Phases
 from strata.train.predict.adapters import AdapterStep
 from strata.train.predict.estimate import choose_recompute, step_shape
-from strata.train.recompute import RECOMPUTE_OF_MODULES
 from strata.train.start import RunData, Start, once_loader
-from strata.train.steps.balance import check_balance
-from strata.train.steps.make import Adapters, Values, compute_dtype_on, fresh, make_step, stored, values_of
+from strata.train.steps.make import Adapters, compute_dtype_on, fresh, make_step, stored, values_of
 from strata.train.steps.parallel_step import ParallelStep
-from strata.train.trainable import check_trainable
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What a step is made from. data: all whose samples it may be given. before_update: called right before masters and
-    optimizer state change. recompute: see `chosen_recompute`. report: receives lines for people.
-    """
-
-    config: TrainConfig
-    start: Start
-    layout: Layout
-    mesh: Mesh
-    data: RunData
-    folder: Path
-    phases: Phases
-    before_update: Callable[[], None]
-    recompute: str
-    report: Callable[[str], None]
-
-
-def make_stepper(setting: Setting) -> ParallelStep:
+def make_stepper(
+    config: TrainConfig,
+    start: Start,
+    data: RunData,
+    layout: Layout,
+    mesh: Mesh,
+    recompute: str,
+    phases: Phases,
+    before_update: Callable[[], None],
+    report: Callable[[str], None],
+) -> ParallelStep:
     """Of any layout. It trains all weights, or with [lora] adapters; for preferences with [dpo], else for the next
     token. A collective call.
+
+    data: all whose samples it may be given. recompute: see `chosen_recompute`. before_update: called right before
+    masters and optimizer state change. report: receives lines for people.
     """
-    check_trainable(setting.start.config)  # before weights are read
-    config, weights = setting.config, setting.start.weights
-    _check_device(config.run.precision, setting.mesh.world.device)
-    check_trainable(setting.start.config)
-    check_balance(setting.start.config, config.balance)
-    values = fresh(config.run.seed) if weights is None else stored(weights)
+    _check_device(config.run.precision, mesh.world.device)
+    values = fresh(config.run.seed) if start.weights is None else stored(start.weights)
     adapters = None
-    if config.lora is not None:
-        values, adapters = _frozen(setting, config.lora, values)
+    if config.lora is not None and start.weights is not None:
+        adapters = Adapters(config.lora, config.run.seed)
+        if config.lora.quantization is not None or packed_format(start.weights) is not None:
+            device, dtype = mesh.world.device, compute_dtype_on(mesh.world.device)
+            model, packed = load_frozen(start.weights, start.config, config.lora.quantization, device, dtype)
+            values, adapters = values_of(model), replace(adapters, packed=packed)
+            if packed:
+                report(packed_line(packed, dtype))
     reference = Reference()
     step = make_step(
-        setting.start.config,
-        setting.layout,
-        setting.mesh,
+        start.config,
+        layout,
+        mesh,
         config.optimizer,
         values,
         objective=None if config.dpo is None else DpoObjective(reference, config.dpo),
         adapters=adapters,
         precision=config.run.precision,
-        recompute=setting.recompute,
-        balance=_balance(setting),
-        phases=setting.phases,
-        before_update=setting.before_update,
+        recompute=recompute,
+        balance=_balance(config, start.config.experts),
+        phases=phases,
+        before_update=before_update,
     )
     if config.dpo is not None:
-        _compute(reference, step, setting)
+        # By the model as the run computes with it.
+        documents = mesh.flattened("dp", "shard")
+        loader = once_loader(config, data, 0, rank=documents.index, ranks=documents.size)
+        cache = Path(config.run.out) / "reference.safetensors"
+        reference.compute(step.logprobs, loader, data.reader, cache, _base(config, start), documents, all_ranks(mesh))
     return step
 
 
 def chosen_recompute(config: TrainConfig, model: ModelConfig, layout: Layout, device: torch.device) -> str:
     """What the backward pass computes again: as the config says, else the first way that fits."""
     if config.run.recompute != "auto":
-        if config.lora is not None and config.run.recompute not in RECOMPUTE_OF_MODULES:
-            raise ValueError(
-                f"run.recompute = {config.run.recompute!r} is for runs without [lora]; use 'auto', or one of "
-                f"{', '.join(RECOMPUTE_OF_MODULES)}"
-            )
         return config.run.recompute
     if device.type == "cpu":
         return "none"
@@ -96,46 +89,21 @@ def chosen_recompute(config: TrainConfig, model: ModelConfig, layout: Layout, de
     return choose_recompute(step_shape(config, model, layout), device_memory(device))
 
 
-def _balance(setting: Setting) -> BalanceConfig | None:
+def _balance(config: TrainConfig, experts: ExpertsConfig | None) -> BalanceConfig | None:
     """Experts that nobody has spoken of are balanced by the loss, and those of models with biases by these; with [lora]
     or [dpo] they stay as busy as they are.
     """
-    config, experts = setting.config, setting.start.config.experts
-    if experts is None or config.lora is not None or config.dpo is not None:
-        return None
-    return config.balance or BalanceConfig("bias" if experts.biased else "loss")
+    if config.balance is not None or experts is None or config.lora is not None or config.dpo is not None:
+        return config.balance
+    return BalanceConfig("bias" if experts.biased else "loss")
 
 
-def _frozen(setting: Setting, lora: LoraConfig, plain: Values) -> tuple[Values, Adapters]:
-    """The values of the model that stays as it is, and what trains beside it. plain: those values where nothing is
-    packed.
-    """
-    weights, device = setting.start.weights, setting.mesh.world.device
-    assert weights is not None
-    seed = setting.config.run.seed
-    if lora.quantization is None and packed_format(weights) is None:
-        return plain, Adapters(lora, seed)
-    dtype = compute_dtype_on(device)
-    model, packed = load_frozen(weights, setting.start.config, lora.quantization, device, dtype)
-    if packed:
-        setting.report(packed_line(packed, dtype))
-    return values_of(model), Adapters(lora, seed, packed)
-
-
-def _compute(reference: Reference, step: ParallelStep, setting: Setting) -> None:
-    """The reference of DPO, by the model as the run computes with it."""
-    weights, lora, documents = setting.start.weights, setting.config.lora, setting.mesh.flattened("dp", "shard")
-    assert weights is not None
-    packed_as, precision = None if lora is None else lora.quantization, setting.config.run.precision
-    reference.compute(
-        step.logprobs,
-        once_loader(setting.config, setting.data, 0, rank=documents.index, ranks=documents.size),
-        setting.data.reader,
-        setting.folder / "reference.safetensors",
-        weights_digest(weights) + (f" {packed_as}" if packed_as else "") + f" {precision}" * (precision != "bf16"),
-        documents,
-        all_ranks(setting.mesh),
-    )
+def _base(config: TrainConfig, start: Start) -> str:
+    """What tells the model that DPO begins with, as the run computes with it, from others."""
+    assert start.weights is not None
+    packed_as = None if config.lora is None else config.lora.quantization
+    precision = None if config.run.precision == "bf16" else config.run.precision
+    return " ".join(filter(None, (weights_digest(start.weights), packed_as, precision)))
 
 
 def _check_device(precision: str, device: torch.device) -> None:

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from strata.comm.launch import World
@@ -18,7 +19,7 @@ from strata.parallel.data_parallel import all_ranks
 from strata.train.checkpoints.checkpointer import Checkpointer
 from strata.train.checkpoints.folder import NEEDED
 from strata.train.config import TrainConfig
-from strata.train.data.loader import Step, prefetch
+from strata.train.data.loader import Position, Step, prefetch
 from strata.train.faults.guard import LossGuard, StepVerdict, VerdictKind
 from strata.train.faults.hang import HangWatch
 from strata.train.faults.stragglers import ComputeClock
@@ -29,9 +30,7 @@ from strata.train.log.step_times import PROFILE, TrainingStepTimes, open_times
 from strata.train.meter import Meter
 from strata.train.optimizer.config import learning_rate
 from strata.train.phases import ObservedPhases
-from strata.train.position import Position
 from strata.train.profile import StepProfiler
-from strata.train.results import Reading, Results
 from strata.train.settings import collected_between_steps, deterministic, sole_run
 from strata.train.start import (
     lasting,
@@ -42,7 +41,8 @@ from strata.train.start import (
     training_loader,
     validation_loader,
 )
-from strata.train.stepper import Setting, chosen_recompute, make_stepper
+from strata.train.stepper import chosen_recompute, make_stepper
+from strata.train.steps.result import Reading, Results
 from strata.train.validation import Validation
 
 Report = Callable[[dict[str, Any]], None]
@@ -108,39 +108,26 @@ class Trainer:
             waits=lambda: self._watch.at(self.position.step, "checkpoint"),  # a slow disk is no hang
         )
         clock, device, frozen = ComputeClock(self.world.device), self.world.device, config.lora is not None
-        self._times = None
-        if self.world.is_main:
-            self._times = TrainingStepTimes(self.start.config, documents.size, device, weights_are_frozen=frozen)
+        self._times = TrainingStepTimes(self.start.config, documents.size, device, weights_are_frozen=frozen)
         self._phases = ObservedPhases(self._watch, clock, self._times)
         self._validation = None
         if config.validation is not None and held_out is not None:
             self._validation = Validation(config.validation, held_out, self._phases)
         recompute = chosen_recompute(config, self.start.config, self.layout, device)
-        setting = Setting(
-            config,
-            self.start,
-            self.layout,
-            self.mesh,
-            data,
-            self.folder,
-            self._phases,
-            self.checkpoints.before_update,
-            recompute,
-            warn,
-        )
         # DPO computes its reference here.
         with deterministic(config.run.deterministic):
-            self.stepper = make_stepper(setting)
-        self._meter = Meter(
-            self.start.config,
-            config.faults,
-            all_ranks(self.mesh),
-            documents.size,
-            self.world.device,
-            clock,
-            peak_flops=peak_flops,
-            weights_are_frozen=frozen,
-        )
+            self.stepper = make_stepper(
+                config,
+                self.start,
+                data,
+                self.layout,
+                self.mesh,
+                recompute,
+                self._phases,
+                self.checkpoints.before_update,
+                warn,
+            )
+        self._meter = Meter(config.faults, all_ranks(self.mesh), documents.size, device, clock, peak_flops)
         if config.balance is not None and (about_bias := config.balance.warning(self.start.config)):
             warn(about_bias)
         self._guard = LossGuard(config.faults)
@@ -167,7 +154,9 @@ class Trainer:
             while not self.is_over:
                 try:
                     # Which drop the lines of steps that are repeated.
-                    with self._open_log() as log, self._open_times() as times:
+                    step, rank = self.position.step, self.world.rank
+                    logs = open_logs(self.folder, self.config.log, step, asdict(self.config), rank=rank, warn=self.warn)
+                    with logs as log, open_times(self.folder, step, rank=rank, warn=self.warn) as times:
                         self._advance(log, times, report)
                 except _RollBack as back:
                     self.warn(back.verdict.reason)
@@ -190,8 +179,7 @@ class Trainer:
         """Steps until the end."""
         run = self.config.run
         self._meter.restart(self.position.tokens)
-        if self._times is not None:
-            self._times.restart()
+        self._times.restart()
         last = self._guard.data_step(self.steps)
         with prefetch(self.loader, self.position.place, last - self.position.data_step) as steps:
             while not self.is_over:
@@ -208,8 +196,7 @@ class Trainer:
                     self._judge(reading)
                 if is_logged:
                     self._write_line(log, report, is_measured=is_measured)
-                    if self._times is not None:
-                        times.write(self.position.step, self._times.take())
+                    times.write(self.position.step, self._times.take())
                 self._phases.at("checkpoint")
                 self.checkpoints.poll()
                 if is_saved or self.is_stopped or self._best_step == self.position.step:
@@ -222,7 +209,7 @@ class Trainer:
 
     def _state(self) -> dict[str, Any]:
         """For a checkpoint of the step that was just done."""
-        state: dict[str, Any] = {"position": self.position.to_json(), "guard": self._guard.state()}
+        state: dict[str, Any] = {"position": asdict(self.position), "guard": self._guard.state()}
         state["recipe"] = self._recipe
         if self._validation is not None:
             state["validation"] = self._validation.state()
@@ -271,14 +258,12 @@ class Trainer:
             self.position = self.position.without(step)
 
     def _one_step(self, step: Step) -> None:
-        if self._times is not None:
-            self._times.begin()
+        self._times.begin()
         result = self.stepper(step.batches, self._rate(self.position.step))
-        if self._times is not None:
-            self._times.end(step)
+        flops = self._times.end(step)
         self.position = self.position.after(step)
         self._results.add(self.position.step, result)
-        self._meter.count(step)
+        self._meter.count(step, flops)
 
     def _rate(self, step: int) -> float:
         peak = self.config.optimizer.learning_rate
@@ -328,7 +313,7 @@ class Trainer:
 
     def _take(self, state: dict[str, Any]) -> None:
         """Stand where a checkpoint was made that the shards were filled from."""
-        self.position = Position.from_json(state["position"])
+        self.position = msgspec.convert(state["position"], Position)
         self.stepper.restored(self.position.step)
 
     def _describe(self, recompute: str) -> None:
@@ -347,11 +332,3 @@ class Trainer:
 
     def _sole_run(self) -> AbstractContextManager[None]:
         return sole_run(self.folder) if self.world.is_main else contextlib.nullcontext()
-
-    def _open_times(self) -> Logs:
-        return open_times(self.folder, self.position.step, rank=self.world.rank, warn=self.warn)
-
-    def _open_log(self) -> Logs:
-        return open_logs(
-            self.folder, self.config.log, self.position.step, asdict(self.config), rank=self.world.rank, warn=self.warn
-        )

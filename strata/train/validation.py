@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from strata.train.config import ValidationConfig
-from strata.train.data.once import OnceLoader
+from strata.train.data.loader import OnceLoader
 from strata.train.log.step_times import VALIDATION
 from strata.train.phases import Phases
-from strata.train.steps.result import Stepper
+from strata.train.steps.parallel_step import ParallelStep
 
 LOSS = "validation_loss"
 
@@ -54,7 +54,7 @@ class Validation:
         """The step whose checkpoint the finished model is made of, if not of the last."""
         return self.progress.step if self._config.keeps_best and self.progress.step else None
 
-    def measure(self, stepper: Stepper, step: int) -> dict[str, float]:
+    def measure(self, stepper: ParallelStep, step: int) -> dict[str, float]:
         """After a step: by its name in the log, the mean of each number over all that counts in the validation data."""
         self._phases.at(VALIDATION)
         stepper.sync_weights()

@@ -9,7 +9,6 @@ from strata.models.folder import BUILTIN_FOLDER
 from strata.train.data.encode import Encoder
 from strata.train.score import makes, score
 from strata.train.tasks.mixture import TASKS, TOOL_TASKS, held_out_examples
-from strata.train.tasks.vocabulary import CHAT_TEMPLATE
 
 REQUIRED = ("two-digit addition", "two-digit subtraction", "sorting five numbers", "word reversal", "unit conversion")
 REQUIRED += ("tables", "story places")
@@ -49,10 +48,6 @@ def test_held_out_calls_and_answers_from_their_results(llm: LLM) -> None:
     answered = [examples[i] for i in right if examples[i].call is not None]
     for one in score(answered, replies([encoder.prompt_after_call(example) for example in answered])):
         assert one.accuracy >= 0.95, one
-
-
-def test_the_template_is_that_of_the_exercises() -> None:
-    assert (BUILTIN_FOLDER / "chat_template.jinja").read_text() == CHAT_TEMPLATE
 
 
 def test_the_weights_fit_the_package() -> None:

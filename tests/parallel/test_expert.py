@@ -22,7 +22,8 @@ from strata.models.expert_config import ExpertsConfig
 from strata.models.experts import Experts
 from strata.models.layers import CausalLM
 from strata.parallel.expert import DispatchedExperts, shard_experts
-from strata.train.recompute import RECOMPUTE_OF_MODULES, recompute_modules
+from strata.train.config import RECOMPUTE_OF_MODULES
+from strata.train.recompute import recompute_modules
 from tests.largest import largest, name_of_largest
 from tests.parallel.models import config_of, gradients_of, loss_of, random_batch, random_model
 from tests.parallel.ranks import relative_error, run_ranks

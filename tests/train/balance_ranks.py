@@ -6,20 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from strata.comm.launch import World
 from strata.models.config import ModelConfig
 from strata.models.experts import ExpertRouter
-from strata.models.layers import CausalLM
 from strata.parallel.layout import Layout
 from strata.train.config import BalanceConfig
 from strata.train.steps.parallel_step import ParallelStep
-from tests.largest import name_of_largest
 from tests.parallel.models import config_of, random_model
 from tests.parallel.ranks import relative_error
 from tests.train.plain_losses import plain_logprobs, plain_loss
-from tests.train.step_ranks import OPTIMIZER, STEPS, made, of_whole, packs_of, rate_of
+from tests.train.step_ranks import STEPS, made, of_whole, packs_of, plain_adamw, plain_update, rate_of, worst
 
 # A weight, and a rate, at which balancing is no small part of what a step does.
 WEIGHT, RATE = 0.7, 0.05
@@ -65,29 +63,16 @@ def plain_steps(config: ModelConfig, method: str, replicas: int) -> tuple[Plain,
     """The model after the steps, and what each says."""
     plain = Plain(config, method)
     model, found = plain.model, []
-    optimizer = torch.optim.AdamW(_groups(model), lr=OPTIMIZER.learning_rate, betas=(0.9, 0.95), eps=1e-8)
+    named = dict(model.named_parameters())
+    optimizer = plain_adamw(named)
     for step in range(STEPS):
         packs = [one for replica in range(replicas) for one in packs_of(config, step, replica)]
         total = plain_loss("next token", [plain_logprobs(model, {}, one) for one in packs], packs)
         added, value, busiest = plain.loss()
-        (total + added).backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = rate_of(step)
-        optimizer.step()
-        optimizer.zero_grad()
-        named = {"loss": total, "norm": norm, "balance_loss": value, "busiest_expert": busiest}
-        found.append({name: one.item() for name, one in named.items()})
+        norm = plain_update(optimizer, total + added, named, step)
+        said = {"loss": total, "balance_loss": value, "busiest_expert": busiest}
+        found.append({"norm": norm} | {name: one.item() for name, one in said.items()})
     return plain, found
-
-
-def _groups(model: CausalLM) -> list[dict[str, Any]]:
-    named = dict(model.named_parameters())
-    decayed = {name for name, one in named.items() if one.dim() > 1 and "embed_tokens" not in name}
-    return [
-        {"params": [named[name] for name in named if (name in decayed) == flag], "weight_decay": decay}
-        for flag, decay in ((True, OPTIMIZER.weight_decay), (False, 0.0))
-    ]
 
 
 def balanced(
@@ -128,11 +113,6 @@ def errors_of(world: World, family: str, method: str, layout: Layout, **options:
     return errors
 
 
-def worst(world: World, folder: Path, layouts: list[list[Any]]) -> list[list[Any]]:
-    """For every (family, method, layout, options): what differs most from one process, and by how much."""
-    found = []
-    for family, method, layout, options in layouts:
-        errors = errors_of(world, family, method, Layout(**layout), **options)
-        name = name_of_largest(errors)
-        found.append([name, errors[name]])
-    return found
+def balanced_worst(world: World, folder: Path, layouts: list[list[Any]]) -> list[list[Any]]:
+    """For every (family, method, layout, options), see `worst`."""
+    return worst(world, layouts, errors_of)

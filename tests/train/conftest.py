@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from strata.train.tasks.exercises import write_exercises
 from strata.train.tasks.mixture import document
 from strata.train.tasks.vocabulary import make_tokenizer, write_tokenizer
 from strata.train.trainer import Trainer
-from tests.train.tiny_run import LLAMA
+from tests.train.samples import write_lines
+from tests.train.tiny_run import LLAMA, log_of, repeatable
 
 # Its [start] and [data] name folders, which fixtures make.
 SMALL: dict[str, Any] = {
@@ -84,7 +84,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A little of the toy data of the examples, tokenized by the built-in tokenizer: style, short, and text."""
     folder, builtin = tmp_path_factory.mktemp("toy"), BUILTIN_FOLDER
     for name, records in (("style", toy_data.style(60)), ("short", toy_data.short(40))):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_lines(folder / f"{name}.jsonl", records)
         tokenize([folder / f"{name}.jsonl"], builtin, folder / name)
     (folder / "text.txt").write_text("A line of text to learn by heart.\n" * 400)
     tokenize([folder / "text.txt"], builtin, folder / "text", longest=100)
@@ -119,9 +119,7 @@ def config_of(table: dict[str, Any], changes: dict[str, dict[str, Any]]) -> Trai
 
 def log(folder: Path) -> list[dict[str, Any]]:
     """The log of a run without what is measured."""
-    measured = {"seconds", "tokens_per_second", "checkpoint_stall"}
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [{key: line[key] for key in line.keys() - measured} for line in lines]
+    return repeatable(log_of(folder))
 
 
 class CutOff(Exception):

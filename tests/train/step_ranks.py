@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -85,26 +85,36 @@ def one_process(
     """By plain PyTorch. steps: the packs of each, of all replicas."""
     model = random_model(config)
     named = dict(model.named_parameters()) if lora is None else random_adapters(model, lora)
-    decayed = {name for name, one in named.items() if one.dim() > 1 and "embed_tokens" not in name}
-    groups = [
-        {"params": [named[name] for name in named if (name in decayed) == flag], "weight_decay": decay}
-        for flag, decay in ((True, OPTIMIZER.weight_decay), (False, 0.0))
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = plain_adamw(named)
     found = Plain(named, [], [], [])
     for step, packs in enumerate(steps):
         weights = named if lora is None else with_adapters(model, named, lora)
         logprobs = [plain_logprobs(model, weights, one) for one in packs]
         total = plain_loss(loss, logprobs, packs)
-        total.backward()
-        found.norms.append(float(nn.utils.clip_grad_norm_(named.values(), OPTIMIZER.clip)))
-        for group in optimizer.param_groups:
-            group["lr"] = rate_of(step)
-        optimizer.step()
-        optimizer.zero_grad()
+        found.norms.append(plain_update(optimizer, total, named, step))
         found.losses.append(total.item())
         found.logprobs.append(logprobs[0].detach())
     return found
+
+
+def plain_adamw(named: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
+    decayed = {name for name, one in named.items() if one.dim() > 1 and "embed_tokens" not in name}
+    groups = [
+        {"params": [named[name] for name in named if (name in decayed) == flag], "weight_decay": decay}
+        for flag, decay in ((True, OPTIMIZER.weight_decay), (False, 0.0))
+    ]
+    return torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, betas=(0.9, 0.95), eps=1e-8)
+
+
+def plain_update(optimizer: torch.optim.AdamW, total: Tensor, named: Mapping[str, nn.Parameter], step: int) -> float:
+    """The backward pass of a loss and the update. Returns the norm before clipping."""
+    total.backward()
+    norm = float(nn.utils.clip_grad_norm_(named.values(), OPTIMIZER.clip))
+    for group in optimizer.param_groups:
+        group["lr"] = rate_of(step)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
 
 
 def random_adapters(model: CausalLM, lora: LoraConfig) -> dict[str, nn.Parameter]:
@@ -200,11 +210,13 @@ def of_whole(shard: StateShard, whole: Tensor) -> Tensor:
     return box.flatten()[shard.start : shard.start + shard.tensor.numel()]
 
 
-def worst(world: World, folder: Path, layouts: list[list[Any]]) -> list[list[Any]]:
-    """For every (family, layout, options): what differs most from one process, and by how much."""
+def worst(
+    world: World, layouts: list[list[Any]], errors_of: Callable[..., dict[str, float]] = errors_of
+) -> list[list[Any]]:
+    """For every (family, ..., layout, options): what differs most from one process, and by how much."""
     found = []
-    for family, layout, options in layouts:
-        errors = errors_of(world, family, Layout(**layout), **options)
+    for *named, layout, options in layouts:
+        errors = errors_of(world, *named, Layout(**layout), **options)
         name = name_of_largest(errors)
         found.append([name, errors[name]])
     return found
@@ -306,9 +318,9 @@ def repeated_messages(world: World, folder: Path, layouts: list[list[Any]]) -> l
 
 
 def two_ranks(world: World, folder: Path, layouts: list[list[Any]]) -> dict[str, Any]:
-    found = {"worst": worst(world, folder, layouts), "skipped": skipped_and_restored(world, folder)}
+    found = {"worst": worst(world, layouts), "skipped": skipped_and_restored(world, folder)}
     return found | {"shapes": shapes(world), "narrow": narrow(world)}
 
 
 def four_ranks(world: World, folder: Path, layouts: list[list[Any]]) -> dict[str, Any]:
-    return {"worst": worst(world, folder, layouts)}
+    return {"worst": worst(world, layouts)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,9 +22,8 @@ from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
 from strata.train.config import TrainConfig
 from strata.train.data.encoding import Document, Encoded
-from strata.train.data.loader import DataPosition, Loader, Step
+from strata.train.data.loader import DataPosition, Loader, OnceLoader, Step
 from strata.train.data.mixture import Mixture
-from strata.train.data.once import OnceLoader
 from strata.train.data.pack import PackedBatch, Samples, pack
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenize
@@ -37,6 +35,7 @@ from strata.train.steps.parallel_step import ParallelStep
 from strata.train.trainer import Trainer
 from tests.parallel.ranks import run_ranks
 from tests.train.plain_losses import ALONE, loss_of_pack
+from tests.train.samples import sample, write_lines
 from tests.train.tiny_run import Table, write_files
 
 CONFIG = DpoConfig(beta=0.3, label_smoothing=0.1)
@@ -49,7 +48,7 @@ def mixture(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Mixture:
         {"prompt": f"the {word}?", "chosen": f"quick {word}", "rejected": f"lazy {word} dog over"}
         for word in ("fox", "box", "jugs", "dozen", "brown", "five", "liquor")
     ]
-    (out / "a.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_lines(out / "a.jsonl", pairs)
     tokenize([out / "a.jsonl"], folder, out / "shards", bytes_per_shard=200)
     return Mixture([TokenDataset(out / "shards")], [1.0], seed=0)
 
@@ -102,7 +101,7 @@ def test_loss_and_gradient_equal_a_plain_script(folder: Path, mixture: Mixture, 
     model.zero_grad()
     losses, margins = [], []
     for number in numbers_of(step):
-        pair = mixture.datasets[0].sample(number)
+        pair = sample(mixture.datasets[0], number)
         chosen, rejected = (plain_logprob(model, document) for document in pair)
         with torch.no_grad():
             was_chosen, was_rejected = (plain_logprob(base, document) for document in pair)

@@ -9,7 +9,6 @@ import math
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from strata.hardware.specs import device
 from strata.models.config import config_from_dict
@@ -28,7 +28,7 @@ from strata.train.log.picture import plot_report
 from strata.train.predict.min_time import min_time
 from strata.train.predict.step_kinds import ORDER, kind_of, read_step_trace
 from strata.train.predict.step_shape import TrainShape
-from strata.train.profile import NO_MEMORY, STEP, VIEW_MEMORY, StepProfiler, phase, write_snapshot
+from strata.train.profile import NO_MEMORY, STEP, VIEW_MEMORY, StepProfiler, write_snapshot
 
 
 def values(step: int) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def test_tensorboard_reads_each_step_once_after_a_resume(tmp_path: Path) -> None
 
 
 @pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
+def wandb(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     """What a stand-in for the package was called with."""
     calls: list[tuple[str, Any]] = []
     run = SimpleNamespace(
@@ -127,9 +127,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
 
     fake = SimpleNamespace(init=init, util=SimpleNamespace(generate_id=lambda: "abc123"), __spec__=SimpleNamespace())
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.delitem(sys.modules, "strata.train.log.weights_and_biases", raising=False)
-    yield calls
-    sys.modules.pop("strata.train.log.weights_and_biases", None)
+    return calls
 
 
 def test_weights_and_biases_gets_one_run_however_often_it_is_resumed(
@@ -227,11 +225,11 @@ def train(profiler: StepProfiler, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     for number in range(1, steps + 1):
         with profiler.step(number):
-            with phase("forward"):
+            with record_function("strata.forward"):
                 loss = model(torch.ones(2048, 512)).square().mean()
-            with phase("backward"):
+            with record_function("strata.backward"):
                 loss.backward()
-            with phase("update"):
+            with record_function("strata.update"):
                 optimizer.step()
                 optimizer.zero_grad()
 

@@ -18,6 +18,7 @@ from strata.files.toml_tables import read_table
 from strata.hardware.specs import device
 from strata.models.batch import Batch
 from strata.models.config import config_from_dict, read_config
+from strata.models.folder import BUILTIN_FOLDER
 from strata.models.layers import CausalLM, Linear
 from strata.models.weights import load
 from strata.parallel.layout import Layout
@@ -35,8 +36,7 @@ from strata.train.config import TrainConfig
 from strata.train.data.encoding import Encoded
 from strata.train.data.pack import pack
 from strata.train.optimizer.config import OptimizerConfig
-from strata.train.phases import NO_PHASES
-from strata.train.stepper import Setting, make_stepper
+from strata.train.start import starting_point
 from strata.train.steps.make import Adapters, make_step, stored
 from tests.models.checkpoints import FAMILY_CONFIGS
 from tests.train.conftest import SMALL
@@ -206,27 +206,16 @@ def test_adapters_beside_each_other_keep_their_input_once(model: CausalLM) -> No
     assert kept[3] - kept[1] == 3 * 2 * 12 * 3 * 4  # layers, adapters more, tokens, rank, bytes
 
 
-CONFIGS = dict(FAMILY_CONFIGS)
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("gemma3-softcap-untied-biases", "final_logit_softcapping = 3.0"),
-    ],
-)
-def test_neither_a_plan_nor_adapters_nor_preferences_train_them(name: str, said: str, tmp_path: Path) -> None:
-    model = config_from_dict(CONFIGS[name], "model")
+def test_neither_a_plan_nor_adapters_nor_preferences_train_a_head_with_a_softcap(tmp_path: Path) -> None:
+    said = "final_logit_softcapping = 3.0"
+    values = dict(FAMILY_CONFIGS)["gemma3-softcap-untied-biases"]
     with pytest.raises(ValueError, match=said):
-        TrainingTask(model, device("h200"), 1, 64, 64)
-    start: Any = SimpleNamespace(config=model)
-    unread: Any = None
-    mesh: Any = SimpleNamespace(world=SimpleNamespace(device=torch.device("cpu")))
+        TrainingTask(config_from_dict(values, "model"), device("h200"), 1, 64, 64)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "tokenizer.json").symlink_to(BUILTIN_FOLDER / "tokenizer.json")
     table = {name: value for name, value in SMALL.items() if name != "model"}
-    table |= {"start": {"model": "folder"}, "data": SMALL["data"] | {"sources": [{"folder": "text"}]}}
-    table |= {"run": SMALL["run"] | {"out": str(tmp_path)}}
+    table |= {"start": {"model": str(tmp_path)}, "data": SMALL["data"] | {"sources": [{"folder": "text"}]}}
     for tuned in ({}, {"lora": {"rank": 2, "alpha": 4.0}}, {"dpo": {}}):
-        config = read_table(TrainConfig, table | tuned)
-        setting = Setting(config, start, Layout(), mesh, unread, tmp_path, NO_PHASES, lambda: None, "none", print)
+        data: Any = [SimpleNamespace(index=SimpleNamespace(kind="text"))]
         with pytest.raises(ValueError, match=said):
-            make_stepper(setting)
+            starting_point(read_table(TrainConfig, table | tuned), data)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,14 +16,14 @@ from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
 from strata.train import meter
 from strata.train.data.encoding import Encoded
-from strata.train.data.loader import DataPosition, Step
+from strata.train.data.loader import DataPosition, Position, Step
 from strata.train.data.pack import pack
 from strata.train.faults.config import FaultsConfig
 from strata.train.faults.stragglers import ComputeClock
+from strata.train.log.step_times import TrainingStepTimes
 from strata.train.meter import Meter
-from strata.train.position import Position
-from strata.train.results import Reading, Results
-from strata.train.steps.result import StepResult
+from strata.train.predict.flops import StepFlops
+from strata.train.steps.result import Reading, Results, StepResult
 from tests.train.conftest import SMALL
 
 CPU = torch.device("cpu")
@@ -56,7 +57,7 @@ def test_a_position_counts_what_was_used_and_what_was_left_out() -> None:
     assert first == Position(step=1, data_step=1, place=DataPosition(2, 1), tokens=500)
     skipped = first.without(replace(step, next=DataPosition(3, 0)))
     assert skipped == Position(step=1, data_step=2, place=DataPosition(3, 0), tokens=500)
-    assert Position.from_json(json.loads(json.dumps(skipped.to_json()))) == skipped
+    assert msgspec.convert(json.loads(json.dumps(asdict(skipped))), Position) == skipped
 
 
 class Time:
@@ -75,12 +76,8 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     return made
 
 
-def made(*, peak: float | None = None, frozen: bool = False, replicas: int = 1) -> Meter:
-    config = config_from_dict(SMALL["model"] | {"vocab_size": 600}, "model")
-    world_axis = all_ranks(Layout().mesh(ALONE))
-    return Meter(
-        config, FaultsConfig(), world_axis, replicas, CPU, ComputeClock(CPU), peak_flops=peak, weights_are_frozen=frozen
-    )
+def made(*, peak: float | None = None) -> Meter:
+    return Meter(FaultsConfig(), all_ranks(Layout().mesh(ALONE)), 1, CPU, ComputeClock(CPU), peak)
 
 
 def step_of(*lengths: int, utilisation: float) -> Step:
@@ -96,7 +93,7 @@ def test_the_line_of_an_interval_by_hand(time: Time) -> None:
     time.now += 50  # before the first step
     watch.restart(1000)
     for utilisation in (0.9, 0.6, 0.9):
-        watch.count(step_of(30, 70, utilisation=utilisation))
+        watch.count(step_of(30, 70, utilisation=utilisation), StepFlops())
     watch.read(Reading(1, 3.0, 1.0, {"margin": 0.5}), is_skipped=False)
     watch.read(Reading(2, float("nan"), float("inf"), {"margin": float("nan")}), is_skipped=True)
     watch.read(Reading(3, 1.0, 2.0, {"margin": 1.5}), is_skipped=False)
@@ -116,7 +113,7 @@ def test_the_line_of_an_interval_by_hand(time: Time) -> None:
     }
     assert about_ranks == ""
     # The next interval knows nothing of it.
-    watch.count(step_of(10, utilisation=0.5))
+    watch.count(step_of(10, utilisation=0.5), StepFlops())
     watch.read(Reading(4, 0.5, 0.1, {}), is_skipped=False)
     time.now += 0.1
     line, _ = watch.line(Position(step=4, tokens=1310), 1e-3)
@@ -126,7 +123,7 @@ def test_the_line_of_an_interval_by_hand(time: Time) -> None:
 
 def test_a_line_of_skipped_steps_alone_has_no_loss(time: Time) -> None:
     watch = made()
-    watch.count(step_of(10, utilisation=1.0))
+    watch.count(step_of(10, utilisation=1.0), StepFlops())
     watch.read(Reading(1, float("nan"), float("nan"), {}), is_skipped=True)
     time.now += 1
     line, _ = watch.line(Position(step=1, tokens=10), 1e-3)
@@ -136,14 +133,16 @@ def test_a_line_of_skipped_steps_alone_has_no_loss(time: Time) -> None:
 
 def test_mfu_is_the_work_of_the_documents_by_the_peak(time: Time) -> None:
     """Products of 4 kinds a layer, attention of every token with those before it, the head where it counts."""
+    config = config_from_dict(SMALL["model"] | {"vocab_size": 600}, "model")
     matrices = 2 * (32 * (4 + 2 + 2) * 8 + 4 * 8 * 32 + 3 * 32 * 48)
     forward = 2 * 100 * matrices + 2 * 98 * 32 * 600
     pairs = sum(length * (length + 1) // 2 for length in (30, 70))
     attention = 2 * 2 * 2 * 4 * 8 * pairs
     for frozen, factor in ((False, 3), (True, 2)):
-        watch = made(peak=1e9, frozen=frozen)
+        watch, times = made(peak=1e9), TrainingStepTimes(config, 1, CPU, weights_are_frozen=frozen)
         for _ in range(2):
-            watch.count(step_of(30, 70, utilisation=1.0))
+            step = step_of(30, 70, utilisation=1.0)
+            watch.count(step, times.end(step))
         time.now += 0.5
         line, _ = watch.line(Position(step=2, tokens=200), 1e-3)
         wanted = 2 * (factor * forward + 3 * attention) / 0.5 / 1e9

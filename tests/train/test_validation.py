@@ -15,9 +15,8 @@ from strata.files.toml_tables import read_table
 from strata.models.config import config_from_dict
 from strata.parallel.layout import Layout
 from strata.train.config import TrainConfig, ValidationConfig
-from strata.train.data.loader import DataPosition, Loader
+from strata.train.data.loader import DataPosition, Loader, OnceLoader
 from strata.train.data.mixture import DatasetReader, Mixture
-from strata.train.data.once import OnceLoader
 from strata.train.data.shards import TokenDataset
 from strata.train.faults import stragglers
 from strata.train.log import step_times
@@ -28,11 +27,12 @@ from strata.train.phases import NO_PHASES
 from strata.train.predict.flops import document_flops
 from strata.train.validation import Validation, ValidationProgress
 from tests.train.conftest import SMALL
+from tests.train.samples import sample
 from tests.train.test_meter import Time, step_of
 
 
 def documents(dataset: TokenDataset) -> list[bytes]:
-    return [dataset.sample(number)[0].tokens.tobytes() for number in range(dataset.samples)]
+    return [sample(dataset, number)[0].tokens.tobytes() for number in range(dataset.samples)]
 
 
 def test_a_share_is_held_out_whole_and_nothing_of_it_is_left(exercises: Path) -> None:
@@ -77,7 +77,7 @@ def test_each_sample_counts_once_over_all_ranks(exercises: Path, ranks: int) -> 
                 assert set(packed.samples.datasets) == {1}
                 seen += packed.samples.numbers.tolist()
     assert sorted(seen) == list(range(held_out.samples))
-    assert counted == sum(held_out.sample(number)[0].loss_mask.sum() for number in range(held_out.samples))
+    assert counted == sum(sample(held_out, number)[0].loss_mask.sum() for number in range(held_out.samples))
 
 
 def test_epochs_hold_every_sample_as_often(exercises: Path) -> None:
@@ -240,13 +240,22 @@ def test_other_files_are_refused_with_their_name(key: str, value: object, named:
     assert str(path) in str(raised.value)
 
 
-def test_ten_steps_by_hand() -> None:
-    rates = [learning_rate(step, peak=1.0, steps=10, warmup=4, decay=5) for step in range(10)]
-    assert rates == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
-
-
-def test_without_warmup_or_decay() -> None:
-    assert [learning_rate(step, peak=3.0, steps=3, warmup=0, decay=0) for step in range(3)] == [3.0, 3.0, 3.0]
+@pytest.mark.parametrize(
+    ("peak", "steps", "options", "wanted"),
+    [
+        (1.0, 10, {"warmup": 4, "decay": 5}, [0.25, 0.5, 0.75, 1, 1, 1, 0.8, 0.6, 0.4, 0.2]),
+        (3.0, 3, {"warmup": 0, "decay": 0}, [3.0, 3.0, 3.0]),
+        # What falls ends at a share of the peak, a step after the last; not the warm-up, which begins at 0.
+        (2.0, 6, {"warmup": 2, "decay": 2, "min_lr_factor": 0.5}, [1.0, 2.0, 2.0, 2.0, 2.0, 1.5, 1.0]),
+        (2.0, 6, {"warmup": 2, "name": "linear", "min_lr_factor": 0.5}, [1.0, 2.0, 2.0, 1.75, 1.5, 1.25, 1.0]),
+        # Nothing but warm-up.
+        (1.0, 2, {"warmup": 2, "name": "cosine"}, [0.5, 1.0]),
+        (1.0, 2, {"warmup": 2, "name": "linear"}, [0.5, 1.0]),
+    ],
+)
+def test_rates_by_hand(peak: float, steps: int, options: dict[str, Any], wanted: list[float]) -> None:
+    found = [learning_rate(step, peak=peak, steps=steps, **options) for step in range(len(wanted))]
+    assert found == pytest.approx(wanted)
 
 
 def test_longer_stable_phase_leaves_the_beginning_alone() -> None:
@@ -261,12 +270,7 @@ def test_longer_stable_phase_leaves_the_beginning_alone() -> None:
         ("cosine", {"min_lr_factor": 0.1}, "cosine_with_min_lr", {"min_lr_rate": 0.1}),
         ("linear", {}, "linear", {}),
         ("constant", {}, "constant_with_warmup", {}),
-        (
-            "warmup_stable_decay",
-            {"decay": 5},
-            "warmup_stable_decay",
-            {"num_decay_steps": 5, "decay_type": "linear"},
-        ),
+        ("warmup_stable_decay", {"decay": 5}, "warmup_stable_decay", {"num_decay_steps": 5, "decay_type": "linear"}),
     ],
 )
 def test_schedules_are_those_of_transformers(
@@ -284,16 +288,3 @@ def test_schedules_are_those_of_transformers(
     found = [learning_rate(step, peak=3e-4, steps=steps, warmup=warmup, name=name, **options) for step in range(steps)]
     assert found[: warmup - 1] == pytest.approx(wanted[1:warmup])
     assert found[warmup - 1 :] == pytest.approx([3e-4, *wanted[warmup:]])
-
-
-def test_what_falls_ends_at_a_share_of_the_peak() -> None:
-    """Not in the warm-up, which begins at 0 in any case."""
-    rates = [learning_rate(step, peak=2.0, steps=6, warmup=2, decay=2, min_lr_factor=0.5) for step in range(7)]
-    assert rates == pytest.approx([1.0, 2.0, 2.0, 2.0, 2.0, 1.5, 1.0])
-    rates = [learning_rate(step, peak=2.0, steps=6, warmup=2, name="linear", min_lr_factor=0.5) for step in range(7)]
-    assert rates == pytest.approx([1.0, 2.0, 2.0, 1.75, 1.5, 1.25, 1.0])
-
-
-@pytest.mark.parametrize("name", ["cosine", "linear"])
-def test_a_run_may_be_nothing_but_warm_up(name: str) -> None:
-    assert [learning_rate(step, peak=1.0, steps=2, warmup=2, name=name) for step in range(2)] == [0.5, 1.0]

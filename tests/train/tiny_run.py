@@ -18,6 +18,7 @@ from strata.train.data.tokenize import tokenize
 from strata.train.start import fresh_config
 from strata.train.tasks.mixture import document
 from strata.train.tasks.vocabulary import make_tokenizer, write_tokenizer
+from tests.train.samples import write_lines
 
 Table = dict[str, Any]
 
@@ -96,7 +97,7 @@ def write_files(folder: Path) -> Files:
     pairs = [{"prompt": words(5), "chosen": words(5), "rejected": words(9)} for _ in range(100)]
     for out, records in ((files.text, texts), (files.pairs, pairs)):
         source = out.with_suffix(".jsonl")
-        source.write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_lines(source, records)
         tokenize([source], files.tokenizer, out, bytes_per_shard=2**13)
     with Tokenizer.load(files.tokenizer) as tokenizer:
         config = fresh_config(LLAMA, tokenizer)

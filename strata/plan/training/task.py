@@ -8,8 +8,7 @@ from strata.comm.cost import Network
 from strata.hardware.figures import Device
 from strata.hardware.links import link_of, network_link
 from strata.models.config import ModelConfig
-from strata.train.config import PRECISIONS
-from strata.train.trainable import check_trainable
+from strata.train.config import PRECISIONS, check_trainable
 
 
 @dataclass(frozen=True)

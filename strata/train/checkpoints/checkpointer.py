@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from strata.comm.collectives import Pending, all_gather_bytes, all_gather_json, start_all_reduce
@@ -21,18 +23,18 @@ from strata.train.checkpoints.folder import (
     checkpoint_path,
     checkpoints,
     part_path,
+    prune,
+    publish,
     read_state,
     remove,
     set_aside,
     step_of,
     unfinished,
 )
-from strata.train.checkpoints.index import CorruptCheckpoint
-from strata.train.checkpoints.publication import Publication
+from strata.train.checkpoints.index import CorruptCheckpoint, Index
 from strata.train.checkpoints.reader import load
-from strata.train.checkpoints.snapshot import HostBuffer, Snapshot
 from strata.train.checkpoints.state import StateShard
-from strata.train.checkpoints.writer import ShareWriter
+from strata.train.checkpoints.writer import STOPPED, HostBuffer, ShareReport, ShareWriter, Snapshot
 
 _HOST = torch.device("cpu")
 _POLL_SECONDS = 0.01
@@ -221,14 +223,15 @@ class Checkpointer:
 
     def _share_status(self, writer: ShareWriter) -> Pending:
         """Begin to share how far this rank is: whether nothing failed, all is written and all is published."""
-        written = writer.is_done  # read first: an error is there before the end
+        report = writer.report
         published = self._is_handed_over and (self._publication is None or self._publication.is_done)
-        flags = torch.tensor((writer.error is None, written, published), dtype=torch.int32)
+        good = report is None or report.error is None
+        flags = torch.tensor((good, report is not None, published), dtype=torch.int32)
         return start_all_reduce(flags, self._world_axis, "min")
 
     def _hand_over(self, writer: ShareWriter) -> None:
         """Give the reports of all ranks to the first one's thread."""
-        reports = all_gather_bytes(writer.report(), self._world_axis, _HOST)
+        reports = all_gather_bytes(msgspec.json.encode(writer.report), self._world_axis, _HOST)
         self._is_handed_over = True
         if self.world.is_main:
             self._publication = Publication(self.folder, self._step, self.keep, reports)
@@ -252,6 +255,63 @@ class Checkpointer:
             yield
         finally:
             self.stalled_seconds += time.perf_counter() - began
+
+
+class Publication:
+    """Gives a checkpoint its index and its name and removes those it replaces; or removes it, if a rank failed. In a
+    thread of the first rank: disks take long to make one last, and steps go on.
+
+    errors: why there is no checkpoint; warnings: what else went wrong; both complete as soon as `is_done`.
+    """
+
+    def __init__(self, folder: Path, step: int, keep: int, reports: Sequence[bytes]) -> None:
+        """keep: how many checkpoints remain. reports: of each rank what `ShareWriter.report` says."""
+        self._folder, self._step, self._keep = folder, step, keep
+        self.errors: list[str] = []
+        self.warnings: list[str] = []
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(reports,), name="publish", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is a checkpoint, or will be none."""
+        return self._done.is_set()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether what it replaces is removed, too."""
+        return not self._thread.is_alive()
+
+    def _run(self, reports: Sequence[bytes]) -> None:
+        leftovers: list[Path] = []
+        try:
+            self._publish([msgspec.json.decode(report, type=ShareReport) for report in reports])
+        except Exception as error:  # whatever it is, all ranks wait to hear of it
+            self.errors.append(f"rank 0: {type(error).__name__}: {error}")
+        if self.errors:
+            with suppress(OSError):  # it may not exist, and the disk may be why
+                set_aside(part_path(self._folder, self._step))
+        with suppress(OSError):
+            # Listed while no rank can have begun another one.
+            leftovers = unfinished(self._folder)
+        self._done.set()
+        remove(leftovers)
+
+    def _publish(self, reports: Sequence[ShareReport]) -> None:
+        for rank, report in enumerate(reports):
+            if report.error not in (None, STOPPED):
+                self.errors.append(f"rank {rank}: {report.error}")
+        if self.errors:
+            return
+        files = {name: size for report in reports for name, size in report.files.items()}
+        index = Index(files, reports[0].state_crc32, [shard for report in reports for shard in report.shards])
+        index.check()
+        path = publish(self._folder, self._step, index)
+        try:
+            prune(self._folder, path, self._keep)
+        except OSError as error:
+            self.warnings.append(f"checkpoints before {path} could not be removed: {error}")
 
 
 def _wait(event: torch.cuda.Event | None, device: torch.device) -> None:

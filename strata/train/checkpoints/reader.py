@@ -64,6 +64,12 @@ class Reader:
         if host is not out:
             out.copy_(host)
 
+    def whole(self, kind: str, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor as it was before any layout divided it, on the CPU."""
+        value = torch.empty(self.index.by_key[key_of(kind, name)][0].shape, dtype=dtype, device="cpu")
+        self.fill(kind, name, FlatRange.of_whole(value.shape), value.view(-1))
+        return value
+
     def _values(self, shard: StoredShard) -> Tensor:
         """A stored shard, [elements], checked."""
         file = self.path / shard.file

@@ -33,6 +33,10 @@ class Document:
     tokens: NDArray[Any]
     loss_mask: NDArray[np.bool_]
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.array([len(self.tokens)])
+
 
 @dataclass(frozen=True)
 class Encoded:
@@ -45,6 +49,18 @@ class Encoded:
     tokens: NDArray[Any]
     loss_mask: NDArray[np.bool_]
     offsets: NDArray[np.int64]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.offsets)
+
+    @staticmethod
+    def of(parts: Sequence[Document | Encoded]) -> Encoded:
+        """The documents of all parts."""
+        tokens = np.concatenate([np.zeros(0, np.uint16), *(one.tokens for one in parts)])
+        loss_mask = np.concatenate([np.zeros(0, np.bool_), *(one.loss_mask for one in parts)])
+        ends = np.cumsum(np.concatenate([np.zeros(1, np.int64), *(one.lengths for one in parts)]))
+        return Encoded(tokens, loss_mask, ends)
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> Document:

@@ -1,4 +1,4 @@
-"""The batches of a step on a rank, from any place of the data on."""
+"""The batches of a step on a rank: from any place of the data on, and of every sample once; and how far a run is."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from strata.models.config import ModelConfig
 from strata.text.tokenizer import Tokenizer
 from strata.train.data.mixture import DatasetReader, Mixture
-from strata.train.data.pack import PackedBatch, Samples, pack
-from strata.train.data.packing import best_fit
+from strata.train.data.pack import PackedBatch, Samples, best_fit, pack
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenizer_digest
 
@@ -44,6 +43,26 @@ class Step:
     next: DataPosition
     tokens: int
     utilisation: float
+
+
+@dataclass(frozen=True)
+class Position:
+    """step: steps done. data_step: steps of data that these used or left out. place: where in the data the next one
+    begins. tokens: trained on, over all ranks.
+    """
+
+    step: int = 0
+    data_step: int = 0
+    place: DataPosition = DataPosition()
+    tokens: int = 0
+
+    def after(self, step: Step) -> Position:
+        """The position once this step is done."""
+        return Position(self.step + 1, self.data_step + 1, step.next, self.tokens + step.tokens)
+
+    def without(self, step: Step) -> Position:
+        """The position once this step's samples are left out."""
+        return Position(self.step, self.data_step + 1, step.next, self.tokens)
 
 
 class Loader:
@@ -113,11 +132,8 @@ class Loader:
         """The packs of a window. The window used last is remembered."""
         if self._held is None or self._held[0] != window:
             positions = self._positions(window)
-            sources, numbers = self.mixture.locate(positions)
-            lengths = self.mixture.lengths(sources, numbers)
-            packs = best_fit(lengths, self._capacity)
-            made = [Samples(positions[one], sources[one], numbers[one], int(lengths[one].sum())) for one in packs]
-            self._held = (window, made)
+            located = self.mixture.locate(positions)
+            self._held = (window, packs_of(self.mixture, positions, *located, self._capacity))
         return self._held[1]
 
     def _positions(self, window: int) -> NDArray[np.int64]:
@@ -126,6 +142,69 @@ class Loader:
         epoch, place = divmod(window, -(-self._epoch // self._window))
         first, end = epoch * self._epoch, (epoch + 1) * self._epoch
         return np.arange(first + place * self._window, min(first + (place + 1) * self._window, end))
+
+
+class OnceLoader:
+    """Packs of at most `capacity` tokens, `packs` of them a step over all ranks; this rank takes every ranks-th one.
+
+    What a pack holds does not depend on the ranks. The last step is filled with packs of which the loss counts nothing,
+    so that every rank has as many as in any other step.
+
+    fingerprints: of the datasets.
+    """
+
+    def __init__(
+        self,
+        reader: DatasetReader,
+        sources: Sequence[int],
+        capacity: int,
+        packs: int,
+        window: int,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        """sources: which of the reader's datasets. window: samples that are packed together. Raises ValueError if a
+        sample may be longer than a pack.
+        """
+        check_capacity([reader.datasets[source] for source in sources], capacity)
+        self.fingerprints = [reader.datasets[source].fingerprint for source in sources]
+        self._reader, self._packs, self._rank, self._ranks = reader, packs, rank, ranks
+        made: list[Samples] = []
+        for source in sources:
+            numbers = np.arange(reader.datasets[source].samples)
+            for one in np.split(numbers, range(window, len(numbers), window)):
+                made += packs_of(reader, one, np.full_like(one, source), one, capacity)
+        self._steps = [made[first : first + packs] for first in range(0, len(made), packs)]
+
+    def __iter__(self) -> Iterator[list[PackedBatch]]:
+        for step in self._steps:
+            batches = [collate(self._reader, one) for one in step[self._rank :: self._ranks]]
+            missing = self._packs // self._ranks - len(batches)
+            yield batches + [uncounted(collate(self._reader, step[0]))] * missing
+
+
+def uncounted(packed: PackedBatch) -> PackedBatch:
+    """The longest document of a pack, and no token of it in the loss."""
+    longest = int(packed.lengths.argmax())
+    first, end = packed.offsets[longest], packed.offsets[longest + 1]
+    none = np.zeros(0, np.int64)
+    return PackedBatch(
+        packed.tokens[first:end], packed.positions[first:end], np.array([0, end - first], np.int32), none, none
+    )
+
+
+def packs_of(
+    reader: DatasetReader,
+    positions: NDArray[np.int64],
+    sources: NDArray[np.int64],
+    numbers: NDArray[np.int64],
+    capacity: int,
+) -> list[Samples]:
+    """The samples numbers[i] of dataset sources[i] in packs of at most `capacity` tokens."""
+    lengths = reader.lengths(sources, numbers)
+    packs = best_fit(lengths, capacity)
+    return [Samples(positions[one], sources[one], numbers[one], int(lengths[one].sum())) for one in packs]
 
 
 def collate(reader: DatasetReader, samples: Samples) -> PackedBatch:

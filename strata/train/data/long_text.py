@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from strata.text.tokenizer import Tokenizer
 from strata.train.data.encoding import Encoded, text_ids
-from strata.train.data.shards import ShardEntry, write_encoded
+from strata.train.data.shards import ShardEntry, write_shard
 from strata.train.data.sources import FileRange, read_text, split_text
 from strata.train.data.writing import ShardJob
 
@@ -30,6 +30,13 @@ class PartJob(ShardJob):
     is_first: bool
     is_last: bool
 
+    def write(self) -> ShardEntry:
+        """As a shard of one document."""
+        text = read_text(self.file_range)
+        with Tokenizer.load(self.tokenizer) as tokenizer:
+            ids = text_ids(tokenizer, text, is_first=self.is_first, is_last=self.is_last)
+            return _write(self, ids, np.array([0, len(ids)]), tokenizer.vocab_size)
+
 
 @dataclass(frozen=True)
 class CutJob(ShardJob):
@@ -40,6 +47,14 @@ class CutJob(ShardJob):
     tokens: int
     longest: int
     vocab_size: int
+
+    def write(self) -> ShardEntry:
+        # A last document of one token predicts nothing.
+        end = self.tokens - (self.tokens % self.longest == 1)
+        parts = [np.load(part.folder / f"{part.name}.tokens.npy", mmap_mode="r") for part in self.parts]
+        tokens = np.concatenate([np.zeros(0, np.uint16), *parts])[self.skip : self.skip + end]
+        offsets = np.append(np.arange(0, end, self.longest), end)
+        return _write(self, tokens, offsets, self.vocab_size)
 
 
 class LongText:
@@ -78,25 +93,7 @@ class LongText:
         return jobs
 
 
-def write_part(job: PartJob) -> ShardEntry:
-    """Encode and write a part, as a shard of one document."""
-    text = read_text(job.file_range)
-    with Tokenizer.load(job.tokenizer) as tokenizer:
-        ids = text_ids(tokenizer, text, is_first=job.is_first, is_last=job.is_last)
-        return _write(job, ids, np.array([0, len(ids)]), tokenizer.vocab_size)
-
-
-def write_cut(job: CutJob) -> ShardEntry:
-    """Write the shard of a cut."""
-    # A last document of one token predicts nothing.
-    end = job.tokens - (job.tokens % job.longest == 1)
-    parts = [np.load(part.folder / f"{part.name}.tokens.npy", mmap_mode="r") for part in job.parts]
-    tokens = np.concatenate([np.zeros(0, np.uint16), *parts])[job.skip : job.skip + end]
-    offsets = np.append(np.arange(0, end, job.longest), end)
-    return _write(job, tokens, offsets, job.vocab_size)
-
-
 def _write(job: ShardJob, tokens: NDArray[Any], offsets: NDArray[np.int64], vocab_size: int) -> ShardEntry:
     loss_mask = np.ones(len(tokens), np.bool_)
     loss_mask[offsets[:-1]] = False
-    return write_encoded(job.folder, job.name, "text", Encoded(tokens, loss_mask, offsets), vocab_size)
+    return write_shard(job.folder, job.name, "text", Encoded(tokens, loss_mask, offsets), vocab_size)

@@ -1,13 +1,17 @@
-"""Whole documents side by side as the model reads them, without padding."""
+"""Which documents share a pack, and how they lie side by side as the model reads them, without padding.
+
+Best fit (Johnson 1973), decreasing for long ones (Ding et al. 2024).
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from strata.comm.to_device import to_device
@@ -70,3 +74,31 @@ def pack(documents: Encoded, samples: Samples | None = None) -> PackedBatch:
     positions = np.arange(len(tokens), dtype=np.int32) - np.repeat(offsets[:-1], np.diff(offsets))
     predicted = np.flatnonzero(documents.loss_mask)
     return PackedBatch(tokens, positions, offsets, predicted - 1, tokens[predicted].astype(np.int64), samples)
+
+
+def best_fit(lengths: ArrayLike, capacity: int) -> list[NDArray[np.int64]]:
+    """Indices of `lengths` [n] in packs of at most `capacity` tokens each; nothing is cut.
+
+    Each goes into the fullest pack that has room: first those over a quarter of a pack, the longest first, then the
+    others in their order. Sorting those as well would fill packs no better, and documents of one length, which are
+    often of one kind, would share a pack. Packs are ordered by the first index in them, so that a pack's place says
+    nothing about lengths, and indices rise inside a pack.
+    """
+    sizes = np.asarray(lengths, np.int64)
+    if (longest := sizes.max(initial=0)) > capacity:
+        raise ValueError(f"a sample of {longest} tokens does not fit a pack of {capacity}")
+    shortest = sizes.min(initial=capacity)
+    order = np.argsort(np.where(sizes > capacity // 4, -sizes, 0), kind="stable")
+    packs: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, pack), ascending; without the packs that nothing fits into
+    for index, length in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        at = bisect_left(room, (length, 0))
+        if at < len(room):
+            left, pack = room.pop(at)
+        else:
+            left, pack = capacity, len(packs)
+            packs.append([])
+        packs[pack].append(index)
+        if left - length >= shortest:
+            insort(room, (left - length, pack))
+    return [np.array(pack) for pack in sorted(sorted(pack) for pack in packs)]

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from strata.text.tokenizer import Tokenizer
-from strata.train.data.alpaca import ROW as ALPACA
-from strata.train.data.alpaca import alpaca_prompt, alpaca_turns, text_of
 from strata.train.data.encoding import Document, encode_chat, encode_completion, encode_text
 from strata.train.data.turns import Turn, check_record, read_turns, unmarked
 
+# Rows of Alpaca, {"instruction", "input", "output"}, with the mapping of LLaMA-Factory and ms-swift.
+ALPACA = ("instruction", "output")
 # The fields that tell a kind of data, in the order in which they are looked for.
 SHAPES = {
     ALPACA: "chat",
@@ -40,7 +40,7 @@ def encode_record(tokenizer: Tokenizer, kind: str, record: Mapping[str, Any]) ->
     shape = _shape(record, tuple(shape for shape, one in SHAPES.items() if one == kind))
     check_record(record, kind)
     if kind == "text":
-        text = text_of(record, "text")
+        text = _text_of(record, "text")
         return [encode_text(tokenizer, text)] if text else []
     if kind == "preference":
         prompt, *replies = _preference(tokenizer, record)
@@ -51,7 +51,10 @@ def encode_record(tokenizer: Tokenizer, kind: str, record: Mapping[str, Any]) ->
         ]
     if shape == ("prompt", "completion"):
         return _completion(tokenizer, record)
-    turns = alpaca_turns(record) if shape == ALPACA else read_turns(tokenizer, record[shape[0]], shape[0])
+    if shape == ALPACA:  # responses of `history` are learned like the output
+        turns = [*_alpaca_prompt(record), unmarked("assistant", _text_of(record, "output"))]
+    else:
+        turns = read_turns(tokenizer, record[shape[0]], shape[0])
     return _chat(tokenizer, record, (), turns)
 
 
@@ -119,7 +122,7 @@ def _preference(tokenizer: Tokenizer, record: Mapping[str, Any]) -> tuple[list[T
             raise ValueError(f"'chosen' and 'rejected' must be alike up to a reply, and differ at messages[{cut}]")
         return chosen[:cut], chosen[cut:], rejected[cut:]
     if record.get("prompt") is None and record.get("instruction") is not None:
-        return alpaca_prompt(record), chosen, rejected
+        return _alpaca_prompt(record), chosen, rejected
     for field in ("prompt", "conversations"):
         if record.get(field) is not None:
             return read_turns(tokenizer, record[field], field, "user"), chosen, rejected
@@ -130,7 +133,7 @@ def _system(record: Mapping[str, Any], turns: Sequence[Turn]) -> list[Turn]:
     """The system message that may stand beside a conversation without one."""
     if not record.get("system") or (turns and turns[0].role in ("system", "developer")):
         return []
-    return [unmarked("system", text_of(record, "system"))]
+    return [unmarked("system", _text_of(record, "system"))]
 
 
 def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
@@ -148,3 +151,30 @@ def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
     if not isinstance(tools, list):
         raise ValueError(f"'tools' must be a list of functions, got {tools!r:.60}")
     return tools
+
+
+def _alpaca_prompt(record: Mapping[str, Any]) -> list[Turn]:
+    """The turns before the output: those of `history`, then the user's, instruction and input in a line each.
+
+    Raises ValueError that names the field.
+    """
+    turns = []
+    history = record.get("history") or []
+    if not isinstance(history, list):
+        raise ValueError(f"'history' must be a list of prompts with their responses, got {history!r:.60}")
+    for at, pair in enumerate(history):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise ValueError(f"history[{at}] must be a prompt and its response, two texts, got {pair!r:.60}")
+        turns += [unmarked("user", pair[0]), unmarked("assistant", pair[1])]
+    asked = [_text_of(record, field) for field in ("instruction", "input") if record.get(field) not in (None, "")]
+    if not asked:
+        raise ValueError("'instruction' and 'input' are empty, so nothing is asked")
+    return [*turns, unmarked("user", "\n".join(asked))]
+
+
+def _text_of(record: Mapping[str, Any], field: str) -> str:
+    """A field that must be a text."""
+    if not isinstance(record[field], str):
+        raise ValueError(f"{field!r} must be a text, got {record[field]!r:.60}")
+    text: str = record[field]
+    return text

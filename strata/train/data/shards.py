@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.train.data.encoding import Document, Encoded
+from strata.train.data.encoding import Encoded
 from strata.train.data.permutation import mixed, permuted
 
 INDEX = "index.json"
@@ -77,23 +76,10 @@ def documents_per_sample(kind: str) -> int:
     return 2 if kind == "preference" else 1
 
 
-def write_shard(
-    folder: Path, name: str, kind: str, documents: Sequence[Document], vocab_size: int, left_out: int
-) -> ShardEntry:
-    """Write the files of a shard, each whole or not at all. Text needs no mask: all but the first token counts in the
-    loss."""
-    lengths = np.array([len(document.tokens) for document in documents], np.int64)
-    tokens = np.concatenate([np.zeros(0, np.uint16), *(document.tokens for document in documents)])
-    loss_mask = np.concatenate([np.zeros(0, np.bool_), *(document.loss_mask for document in documents)])
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return write_encoded(folder, name, kind, Encoded(tokens, loss_mask, offsets), vocab_size, left_out)
-
-
-def write_encoded(
-    folder: Path, name: str, kind: str, encoded: Encoded, vocab_size: int, left_out: int = 0
-) -> ShardEntry:
-    """The same of documents that stand one after another already."""
-    tokens, lengths = encoded.tokens, np.diff(encoded.offsets)
+def write_shard(folder: Path, name: str, kind: str, encoded: Encoded, vocab_size: int, left_out: int = 0) -> ShardEntry:
+    """Write the files of a shard, each whole or not at all. Text needs no mask: all but the first token of a document
+    counts in the loss."""
+    tokens, lengths = encoded.tokens, encoded.lengths
     small = np.uint16 if vocab_size <= 2**16 else np.uint32
     arrays: dict[str, NDArray[Any]] = {"tokens": tokens.astype(small), "offsets": encoded.offsets}
     if kind != "text":
@@ -220,15 +206,6 @@ class TokenDataset:
             into.tokens[target] = self._tokens[home][source]
             if self._loss_mask is not None:
                 into.loss_mask[target] = self._loss_mask[home][source]
-
-    def sample(self, number: int) -> list[Document]:
-        """The documents of a sample: one, or two of a preference."""
-        spans = self.spans(np.array([number]))
-        offsets = np.concatenate([[0], np.cumsum(spans.lengths)])
-        made = Encoded(np.empty(offsets[-1], self._tokens[0].dtype), np.empty(offsets[-1], np.bool_), offsets)
-        self.copy(spans, made, offsets[:-1])
-        cut = [slice(*ends) for ends in pairwise(offsets)]
-        return [Document(made.tokens[one], made.loss_mask[one]) for one in cut]
 
     def _map(self, shard: ShardEntry, part: str) -> NDArray[Any]:
         """An array of a shard. torch maps it, since Python's mmap keeps a file open, and many shards are too many."""

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strata.text.tokenizer import Tokenizer
-from strata.train.data.encoding import Document
-from strata.train.data.long_text import BYTES_PER_PART, LongText, write_cut, write_part
+from strata.train.data.encoding import Document, Encoded
+from strata.train.data.long_text import BYTES_PER_PART, LongText
 from strata.train.data.records import encode_record, kind_of
 from strata.train.data.shards import VERSION, ShardEntry, ShardIndex, documents_per_sample, write_shard
 from strata.train.data.sources import FileRange, Place, file_ranges, read_range
-from strata.train.data.writing import Job, ShardJob, finished, named, write_manifest, write_missing
+from strata.train.data.writing import ShardJob, named, write_manifest, write_missing
 
 # Of the parts of long texts: the folder, which goes when the shards are there.
 PARTS = "parts"
@@ -28,6 +28,17 @@ class _TokenizeJob(ShardJob):
     tokenizer: Path
     kind: str
     longest: int | None
+
+    def write(self) -> ShardEntry:
+        documents: list[Document] = []
+        left_out = 0
+        with Tokenizer.load(self.tokenizer) as tokenizer:
+            for _, encoded in read_documents(tokenizer, self.file_range, self.kind):
+                kept = list(fitting(encoded, self.kind, self.longest))
+                left_out += not kept
+                documents += kept
+            whole = Encoded.of(documents)
+            return write_shard(self.folder, self.name, self.kind, whole, tokenizer.vocab_size, left_out)
 
 
 def tokenize(
@@ -82,24 +93,24 @@ def _write_all(
     """The shards of all jobs, in their order: each from its file_range, but those of a long text from its encoded
     parts."""
     long = list(_long_texts(jobs))
-    missing = [text for text in long if not all(map(finished, text))]
+    missing = [text for text in long if not all(job.finished() for job in text)]
     texts = [LongText({job.name: job.file_range for job in text}, out / PARTS, text[0].tokenizer) for text in missing]
     parts = [part for text in texts for part in text.parts]
     together = {job.name for text in missing for job in text}
     entries: dict[str, ShardEntry] = {}
 
-    def write(jobs: Sequence[Job], how: Callable[[Job], ShardEntry]) -> None:
+    def write(jobs: Sequence[ShardJob]) -> None:
         done_before = len(entries)
         if jobs:
-            made = write_missing(jobs, how, workers, lambda done, _: report(done_before + done, of))
+            made = write_missing(jobs, workers, lambda done, _: report(done_before + done, of))
             entries.update((entry.name, entry) for entry in made)
 
     of = len(jobs) + len(parts)
-    write([job for job in jobs if job.name not in together], _write)
+    write([job for job in jobs if job.name not in together])
     if parts:
         (out / PARTS).mkdir(exist_ok=True)
-    write(parts, write_part)
-    write([cut for text in texts for cut in text.cuts(out, entries, jobs[0].longest, vocab_size)], write_cut)
+    write(parts)
+    write([cut for text in texts for cut in text.cuts(out, entries, jobs[0].longest, vocab_size)])
     return [entries[job.name] for job in jobs]
 
 
@@ -111,18 +122,6 @@ def _long_texts(jobs: Sequence[_TokenizeJob]) -> Iterator[list[_TokenizeJob]]:
             texts += [[]] if job.file_range.start == 0 else []
             texts[-1].append(job)
     return (text for text in texts if len(text) > 1 or text[0].file_range.end > BYTES_PER_PART)
-
-
-def _write(job: _TokenizeJob) -> ShardEntry:
-    """Read, encode and write one shard."""
-    documents: list[Document] = []
-    left_out = 0
-    with Tokenizer.load(job.tokenizer) as tokenizer:
-        for _, encoded in read_documents(tokenizer, job.file_range, job.kind):
-            kept = list(fitting(encoded, job.kind, job.longest))
-            left_out += not kept
-            documents += kept
-        return write_shard(job.folder, job.name, job.kind, documents, tokenizer.vocab_size, left_out)
 
 
 def read_documents(

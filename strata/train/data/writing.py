@@ -10,7 +10,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from threading import Thread
@@ -27,13 +26,28 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class ShardJob:
-    """One shard to write."""
+    """One shard to write, maybe by another process."""
 
     folder: Path
     name: str
 
+    def write(self) -> ShardEntry:
+        """Write its files."""
+        raise NotImplementedError
 
-Job = TypeVar("Job", bound=ShardJob)
+    def write_whole(self) -> ShardEntry:
+        """Its entry as JSON beside it, last, says that it is whole."""
+        entry = self.write()
+        write_atomically(self.folder / f"{self.name}.json", msgspec.json.encode(entry))
+        return entry
+
+    def finished(self) -> ShardEntry | None:
+        """The entry of a shard that is whole."""
+        try:
+            entry = msgspec.json.decode((self.folder / f"{self.name}.json").read_bytes(), type=ShardEntry)
+        except (OSError, ValueError):
+            return None
+        return entry if all((self.folder / file).is_file() for file in entry.sha256) else None
 
 
 def named(sources: Iterable[Source]) -> Iterator[tuple[str, Source]]:
@@ -54,31 +68,29 @@ def write_manifest(out: Path, manifest: dict[str, Any]) -> None:
         )
 
 
-def write_missing(
-    jobs: Sequence[Job], write: Callable[[Job], ShardEntry], workers: int, report: Callable[[int, int], None]
-) -> list[ShardEntry]:
+def write_missing(jobs: Sequence[ShardJob], workers: int, report: Callable[[int, int], None]) -> list[ShardEntry]:
     """The shards of all jobs, in their order; those that are not there are written by `workers` processes.
 
-    write: a function of a module. report: called with the number of finished shards and of all.
+    report: called with the number of finished shards and of all.
     """
-    entries = {job.name: entry for job in jobs if (entry := finished(job)) is not None}
+    entries = {job.name: entry for job in jobs if (entry := job.finished()) is not None}
     report(len(entries), len(jobs))
     # Closed at once, also where `report` is interrupted: the processes end with it.
-    with closing(_run([job for job in jobs if job.name not in entries], write, workers)) as written:
+    with closing(_run([job for job in jobs if job.name not in entries], workers)) as written:
         for entry in written:
             entries[entry.name] = entry
             report(len(entries), len(jobs))
     return [entries[job.name] for job in jobs]
 
 
-def _run(jobs: list[Job], write: Callable[[Job], ShardEntry], workers: int) -> Generator[ShardEntry]:
-    whole = partial(_write_whole, write)
+def _run(jobs: Sequence[ShardJob], workers: int) -> Generator[ShardEntry]:
     if min(workers, len(jobs)) <= 1:
-        yield from map(whole, jobs)
+        for job in jobs:
+            yield job.write_whole()
         return
     with _processes(min(workers, len(jobs))) as pool:
         with _children_not_interrupted():
-            futures = [pool.submit(whole, job) for job in jobs]
+            futures = [pool.submit(job.write_whole) for job in jobs]
         for future in as_completed(futures):
             yield future.result()
 
@@ -129,19 +141,3 @@ def _end_with_parent() -> None:
     if (parent := parent_process()) is not None:
         parent.join()
     os._exit(1)
-
-
-def _write_whole(write: Callable[[Job], ShardEntry], job: Job) -> ShardEntry:
-    """Write a shard; its entry as JSON beside it, last, says that it is whole."""
-    entry = write(job)
-    write_atomically(job.folder / f"{job.name}.json", msgspec.json.encode(entry))
-    return entry
-
-
-def finished(job: ShardJob) -> ShardEntry | None:
-    """The entry of a shard that is whole."""
-    try:
-        entry = msgspec.json.decode((job.folder / f"{job.name}.json").read_bytes(), type=ShardEntry)
-    except (OSError, ValueError):
-        return None
-    return entry if all((job.folder / file).is_file() for file in entry.sha256) else None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from strata.train.checks import one_of, positive
+
 NON_FINITE = ("skip", "stop")
 SPIKES = ("ignore", "report", "rollback")
 
@@ -32,20 +34,13 @@ class FaultsConfig:
     straggler_intervals: int = 3
 
     def __post_init__(self) -> None:
-        for name, choice, choices in (("non_finite", self.non_finite, NON_FINITE), ("spike", self.spike, SPIKES)):
-            if choice not in choices:
-                raise ValueError(f"faults.{name} = {choice!r} must be one of {', '.join(choices)}")
-        for name, value, least in (
-            ("max_skipped", self.max_skipped, 0),
-            ("spike_window", self.spike_window, 8),  # fewer say nothing of how losses scatter
-            ("max_spikes", self.max_spikes, 0),
-            ("straggler_intervals", self.straggler_intervals, 1),
-        ):
-            if value < least:
-                raise ValueError(f"faults.{name} = {value} must be at least {least}")
-        for name, number in (("spike_sigma", self.spike_sigma), ("straggler_share", self.straggler_share)):
-            if not (number > 0 and math.isfinite(number)):
-                raise ValueError(f"faults.{name} = {number} must be positive and finite")
+        one_of("faults", self, non_finite=NON_FINITE, spike=SPIKES)
+        # Fewer losses than in such a window say nothing of how they scatter.
+        least = {"max_skipped": 0, "spike_window": 8, "max_spikes": 0, "straggler_intervals": 1}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ValueError(f"faults.{name} = {getattr(self, name)} must be at least {value}")
+        positive("faults", self, "spike_sigma", "straggler_share")
         if self.hang_seconds != 0 and not (1 <= self.hang_seconds < math.inf):
             raise ValueError(f"faults.hang_seconds = {self.hang_seconds} must be at least 1, or 0 to watch for none")
 

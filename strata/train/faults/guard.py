@@ -41,6 +41,10 @@ class StepVerdict:
 _FINE = StepVerdict(VerdictKind.OK)
 
 
+def _stop(reason: str) -> StepVerdict:
+    return StepVerdict(VerdictKind.STOP, reason)
+
+
 class LossGuard:
     """Sees every step's loss and norm in order; alike on all ranks, which see the same numbers.
 
@@ -72,10 +76,9 @@ class LossGuard:
             return self._skip(step, loss, norm)
         self._skipped.clear()
         if not math.isfinite(loss):
-            return StepVerdict(
-                VerdictKind.STOP,
+            return _stop(
                 f"step {step}: the loss is {loss}, but its gradient has the norm {norm:.3g}, so the weights have "
-                f"changed; resume from the last checkpoint with a lower optimizer.learning_rate",
+                f"changed; resume from the last checkpoint with a lower optimizer.learning_rate"
             )
         limit = self._limit()
         self._losses.append(loss)
@@ -115,20 +118,18 @@ class LossGuard:
         count, most = len(self._skipped), self._config.max_skipped
         shown = f"loss {loss:.4g}, gradient norm {norm}"
         if self._config.non_finite == "stop":
-            return StepVerdict(
-                VerdictKind.STOP,
+            return _stop(
                 f"step {step}: {shown}: not finite; lower optimizer.learning_rate and resume from the last checkpoint, "
-                f'or set faults.non_finite = "skip"',
+                f'or set faults.non_finite = "skip"'
             )
         if count <= most:
             return StepVerdict(
                 VerdictKind.SKIPPED, f"step {step}: {shown}: not finite; skipped ({count} in a row, at most {most})"
             )
         norms = ", ".join(str(one) for _, one in self._skipped)
-        return StepVerdict(
-            VerdictKind.STOP,
+        return _stop(
             f"steps {self._skipped[0][0]} to {step} have gradients that are not finite (norms {norms}), more in a row "
-            f"than faults.max_skipped = {most}; lower optimizer.learning_rate and resume from the last checkpoint",
+            f"than faults.max_skipped = {most}; lower optimizer.learning_rate and resume from the last checkpoint"
         )
 
     def _limit(self) -> float:
@@ -142,10 +143,9 @@ class LossGuard:
     def _roll_back(self, step: int, reason: str) -> StepVerdict:
         first, window = self._spikes[0], self._config.spike_window
         if self._rolled_back_at is not None and first - self._rolled_back_at <= window:
-            return StepVerdict(
-                VerdictKind.STOP,
+            return _stop(
                 f"{reason}, within {window} steps of step {self._rolled_back_at}, which was rolled back: it is not the "
-                f"samples; lower optimizer.learning_rate and resume from the last checkpoint",
+                f"samples; lower optimizer.learning_rate and resume from the last checkpoint"
             )
         samples = self.data_step(first), self.data_step(step)
         self._left_out.append(samples)

@@ -9,8 +9,6 @@ from statistics import median
 
 import torch
 
-from strata.comm.collectives import start_all_gather
-from strata.comm.mesh import Axis
 from strata.train.faults.config import FaultsConfig
 
 
@@ -50,50 +48,37 @@ class ComputeClock:
 
 @dataclass(frozen=True)
 class Slowest:
-    """Of one interval of the log. seconds, median: of computing in a step, by the slowest rank and by the middle one.
-
-    share: what the slowest takes longer, of the whole step's time: what the run would gain without it. slow: the ranks
-    that were too slow in several intervals in a row. line: about them, for a person; "" if there are none.
+    """Of one interval of the log. share: what the slowest rank takes longer than the middle one, of the whole step's
+    time: what the run would gain without it. line: about ranks that were too slow in several intervals in a row, for a
+    person; "" if there are none.
     """
 
     rank: int
-    seconds: float
-    median: float
     share: float
-    slow: tuple[int, ...]
     line: str
 
 
 class Stragglers:
     """Compares the ranks once an interval of the log. All ranks judge alike."""
 
-    def __init__(self, config: FaultsConfig, world_axis: Axis) -> None:
-        """world_axis: all ranks."""
-        self._config, self._world_axis = config, world_axis
-        self._slow_for = [0] * world_axis.size
-
-    def report(self, seconds: Sequence[float], step_seconds: float) -> Slowest:
-        """Exchange what each rank measured, through the host. All ranks call it at the same step.
-
-        seconds: `ComputeClock.take`, of at least one step. step_seconds: of a whole step in this interval, with its
-        waiting.
-        """
-        own = torch.tensor([median(seconds)], dtype=torch.float64)
-        return self.judge(start_all_gather(own, self._world_axis).wait().tolist(), step_seconds)
+    def __init__(self, config: FaultsConfig, ranks: int) -> None:
+        self._config, self._slow_for = config, [0] * ranks
 
     def judge(self, seconds: Sequence[float], step_seconds: float) -> Slowest:
-        """`report`, from what the ranks measured, in their order."""
+        """seconds: of computing in a step of this interval, of each rank. step_seconds: of a whole one, with its
+        waiting.
+        """
         middle, slowest = median(seconds), max(range(len(seconds)), key=lambda rank: seconds[rank])
         limit = middle * (1 + self._config.straggler_share)
         self._slow_for = [count + 1 if one > limit else 0 for count, one in zip(self._slow_for, seconds, strict=True)]
         wanted = self._config.straggler_intervals
-        slow = tuple(rank for rank, count in enumerate(self._slow_for) if count >= wanted)
+        slow = [rank for rank, count in enumerate(self._slow_for) if count >= wanted]
         share = (seconds[slowest] - middle) / step_seconds
         shown = ", ".join(
             f"rank {rank} {seconds[rank] * 1e3:.1f} ms (+{seconds[rank] / middle - 1:.0%})" for rank in slow
         )
         line = f"slower than the median of {middle * 1e3:.1f} ms a step for {wanted} intervals: {shown}" if slow else ""
-        return Slowest(slowest, seconds[slowest], middle, share, slow, line)
+        return Slowest(slowest, share, line)
 
 
 def _event() -> torch.cuda.Event:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from strata.parallel.layout import Layout
 from strata.train.config import TrainConfig
 
 DESCRIPTION = "run.json"
-_KEYS = {"config", "model", "layout", "recompute", "device", "kind", "threads"}
 
 
 @dataclass(frozen=True)
@@ -34,14 +33,10 @@ class RunDescription:
 
     def write(self, folder: Path) -> None:
         """Raises OSError if the folder takes no files."""
-        values = {
+        values = vars(self) | {
             "config": _given(asdict(self.config)),
             "model": self.model.to_dict(),
             "layout": asdict(self.layout),
-            "recompute": self.recompute,
-            "device": self.device,
-            "kind": self.kind,
-            "threads": self.threads,
         }
         (folder / DESCRIPTION).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
@@ -51,9 +46,9 @@ def read_description(folder: Path) -> RunDescription:
     path = folder / DESCRIPTION
     if not path.is_file():
         raise ValueError(f"{folder} holds no {DESCRIPTION}: it is not the folder of a run of this version of Strata")
-    values = read_existing_object(path)
-    if values.keys() != _KEYS:
-        wrong = sorted(values.keys() ^ _KEYS)[0]
+    values, known = read_existing_object(path), {one.name for one in fields(RunDescription)}
+    if values.keys() != known:
+        wrong = sorted(values.keys() ^ known)[0]
         raise ValueError(f"{path}: the key {wrong!r} is {'unknown' if wrong in values else 'missing'}")
     try:
         return RunDescription(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -22,6 +23,67 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Write what still waits."""
+
+
+class TensorBoard:
+    """Its event files, by its own writer: a scalar for each number of a line. A run that goes on hides what an earlier
+    one wrote after its step."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        """step: how many steps are done."""
+        # Imported only if asked for, as below: both packages take long, and neither is a dependency.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(folder), flush_secs=10)
+        if step:
+            # Readers drop everything from this step on that stands in earlier files.
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        scalars = [
+            self._summary.Value(tag=name, simple_value=float(value))
+            for name, value in values.items()
+            if isinstance(value, int | float)
+        ]
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars)))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """One run at https://wandb.ai for each run here, however often it is resumed. The package finds its key; it is not
+    read here."""
+
+    def __init__(self, folder: Path, config: LogConfig, run_config: Mapping[str, Any]) -> None:
+        """run_config: what the run was started with, shown beside its curves."""
+        import wandb
+
+        known = folder / "wandb-id.txt"
+        identity = known.read_text(encoding="utf-8").strip() if known.exists() else wandb.util.generate_id()
+        self._run = wandb.init(
+            project=config.wandb_project,
+            name=folder.name,
+            id=identity,
+            resume="allow",
+            dir=str(folder),
+            config=dict(run_config),
+            mode="offline" if config.wandb_offline else "online",
+        )
+        known.write_text(identity + "\n", encoding="utf-8")
+        # A resumed run repeats steps, which the package's own count of calls would drop.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        self._run.finish()
 
 
 class Logs:
@@ -78,14 +140,9 @@ def open_logs(
     if rank:
         return Logs((), warn)
     sinks: list[Sink] = [JsonLines(folder / FILE, step)]
-    # Imported only if asked for: both packages take long, and neither is a dependency.
     if config.tensorboard:
-        from strata.train.log.tensorboard import TensorBoard
-
         sinks.append(TensorBoard(folder / "tensorboard", step))
     if config.wandb:
-        from strata.train.log.weights_and_biases import WeightsAndBiases
-
         sinks.append(WeightsAndBiases(folder, config, run_config))
     return Logs(sinks, warn)
 

@@ -27,7 +27,7 @@ _BETWEEN = "between"
 
 
 class TrainingStepTimes:
-    """Of the first rank: the host's time by phase, which is all of it; how long the device had the steps' work, which
+    """Of a rank: the host's time by phase, which is all of it; how long the device had the steps' work, which
     begins and ends in its stream; and the arithmetic that the documents called for, of all ranks.
     """
 
@@ -45,7 +45,7 @@ class TrainingStepTimes:
         self._began = self._since = time.perf_counter()
         self._phase = _BETWEEN
         self._phases: Counter[str] = Counter()
-        self._steps = self._tokens = self._sequences = self._packs = 0
+        self._counts = dict.fromkeys(("steps", "tokens", "sequences", "packs"), 0)
         self._flops = StepFlops()
 
     def at(self, phase: str) -> None:
@@ -58,14 +58,16 @@ class TrainingStepTimes:
         """The work of a step follows in the device's stream."""
         self._work.begin()
 
-    def end(self, step: Step) -> None:
-        """All work of the step is in the stream."""
+    def end(self, step: Step) -> StepFlops:
+        """All work of the step is in the stream. Returns the arithmetic of this rank's packs."""
         self._work.end()
-        self._steps += 1
-        self._tokens += step.tokens
-        self._packs += len(step.batches) * self._replicas
-        self._sequences += sum(len(one.lengths) for one in step.batches) * self._replicas
-        self._flops += batch_flops(self._config, step.batches, weights_are_frozen=self._frozen)
+        sequences = sum(len(one.lengths) for one in step.batches)
+        counts = (1, step.tokens, sequences * self._replicas, len(step.batches) * self._replicas)
+        for name, count in zip(self._counts, counts, strict=True):
+            self._counts[name] += count
+        flops = batch_flops(self._config, step.batches, weights_are_frozen=self._frozen)
+        self._flops += flops
+        return flops
 
     def take(self) -> dict[str, Any]:
         """The interval, which ends here: the next one begins. Waits for a GPU to have finished its steps.
@@ -76,16 +78,12 @@ class TrainingStepTimes:
         phase = self._phase
         self.at(phase)
         values = {
-            "steps": self._steps,
+            **self._counts,
             "seconds": round(self._since - self._began, 6),
             "device": round(sum(self._work.take()), 6),
             "phases": {name: round(seconds, 6) for name, seconds in self._phases.items() if seconds >= 1e-6},
-            "tokens": self._tokens,
-            "sequences": self._sequences,
-            "packs": self._packs,
+            **{name: flops * self._replicas for name, flops in vars(self._flops).items()},
         }
-        for name in ("products", "attention", "head"):
-            values[name] = getattr(self._flops, name) * self._replicas
         now = self._since
         self.restart()
         self._began = self._since = now

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -41,7 +41,12 @@ class _Group:
 
 
 class AdamW:
-    """A `ShardedOptimizer`, one pass over memory: kinds of state are "exp_avg" and "exp_avg_sq"."""
+    """Changes the masters of the shards that a rank keeps, and rounds them into the shards' weights, in one pass over
+    memory: kinds of state are "exp_avg" and "exp_avg_sq".
+
+    A step: `begin` on the host, then, once `Gradients.reduce` has set the gradients of the masters, `update`. All ranks
+    call these alike.
+    """
 
     def __init__(
         self,
@@ -60,6 +65,10 @@ class AdamW:
         self._steps = 0
 
     def begin(self, rate: float) -> None:
+        """What the host decides, written to the device: learning rate, and what follows from the number of the step.
+
+        A step that `update` skips counts as one.
+        """
         self._steps += 1
         self._step[0].fill_(rate)
         self._step[1].fill_(1 - self._config.beta1**self._steps)
@@ -67,6 +76,10 @@ class AdamW:
 
     @torch.no_grad()
     def update(self, scale: Tensor) -> None:
+        """Change masters and weights by the gradients times `scale`, [] on the device; the same launches every step.
+
+        Where `scale` is 0, masters, weights and moments stay, whatever the gradients hold. Does not wait.
+        """
         self._step[3].copy_(scale)
         self._memory.start()
         for group in self._groups:
@@ -81,6 +94,11 @@ class AdamW:
         adamw(weight[held], *state, gradient[held], self._step, constants)
 
     def state(self) -> dict[str, list[Tensor]]:
+        """By kind, one flat tensor for each shard, the live memory; without elements where a shard has none of a kind.
+
+        The kind "master" is there only if state lies in host memory: masters of the shards then may hold no values.
+        Host tensors are complete when the device has done what `update` launched.
+        """
         kinds = {
             "exp_avg": [group.first for group in self._groups],
             "exp_avg_sq": [group.second for group in self._groups],
@@ -95,23 +113,23 @@ class AdamW:
 
     @torch.no_grad()
     def restored(self, steps: int) -> None:
+        """Go on after `steps` steps from masters and state that were filled in place: weights are rounded anew."""
         self._steps = steps
         for group in self._groups:
             group.weight.copy_(group.master)
 
 
 def _divide(
-    shards: Iterable[ParameterShard], masters: Iterable[Tensor], config: OptimizerConfig
-) -> Iterator[list[tuple[ParameterShard, Tensor]]]:
+    shards: Sequence[ParameterShard], masters: Sequence[Tensor], config: OptimizerConfig
+) -> list[list[tuple[ParameterShard, Tensor]]]:
     """Groups of shards with their masters, in order."""
-    group: list[tuple[ParameterShard, Tensor]] = []
-    for shard, master in zip(shards, masters, strict=True):
-        if group and not _continues(group[-1], (shard, master), config):
-            yield group
-            group = []
-        group.append((shard, master))
-    if group:
-        yield group
+    groups: list[list[tuple[ParameterShard, Tensor]]] = []
+    for one in zip(shards, masters, strict=True):
+        if groups and _continues(groups[-1][-1], one, config):
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    return groups
 
 
 def _continues(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from strata.train.checks import one_of, positive
+
 NAMES = ("adamw", "muon")
 
 
@@ -28,11 +30,8 @@ class OptimizerConfig:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        if self.name not in NAMES:
-            raise ValueError(f"optimizer.name = {self.name!r} must be one of {', '.join(NAMES)}")
-        for name in ("learning_rate", "eps"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"optimizer.{name} = {getattr(self, name)} must be positive and finite")
+        one_of("optimizer", self, name=NAMES)
+        positive("optimizer", self, "learning_rate", "eps")
         if not self.clip > 0:
             raise ValueError(f"optimizer.clip = {self.clip} must be positive; inf clips nothing")
         if not 0 <= self.weight_decay < math.inf:

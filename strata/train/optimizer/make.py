@@ -15,10 +15,11 @@ from strata.parallel.data_parallel import ParameterShard
 from strata.parallel.tensor import TensorSharding
 from strata.train.optimizer.adamw import AdamW
 from strata.train.optimizer.config import OptimizerConfig
-from strata.train.optimizer.memory import DeviceStateMemory, HostMemory, StateMemory
+from strata.train.optimizer.memory import HostMemory, StateMemory
 from strata.train.optimizer.muon import Muon
 from strata.train.optimizer.muon_rounds import Holding, is_layer_matrix, make_rounds
-from strata.train.optimizer.sharded_optimizer import ShardedOptimizer
+
+ShardedOptimizer = AdamW | Muon
 
 
 def make_optimizer(
@@ -46,7 +47,7 @@ def make_optimizer(
 
 def _memory(config: OptimizerConfig, device: torch.device, dtype: torch.dtype) -> StateMemory:
     is_moved = config.offload and device.type != "cpu"
-    return HostMemory(device, dtype) if is_moved else DeviceStateMemory(device)
+    return HostMemory(device, dtype) if is_moved else StateMemory(device)
 
 
 def _holdings(shards: Sequence[ParameterShard], sharding: TensorSharding) -> Iterator[Holding]:

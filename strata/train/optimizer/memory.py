@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,32 +24,11 @@ STREAMED_BYTES = 4 * BLOCK * SLOTS * TENSORS
 Work = Callable[[slice, Sequence[Tensor]], None]
 
 
-class StateMemory(Protocol):
-    """Keeps the state of an optimizer and gives it to work on the device.
+class StateMemory:
+    """Keeps the state of an optimizer, here beside the weights, and gives it to work on the device.
 
     keeps_masters: whether masters leave the memory that they had in the shards.
     """
-
-    keeps_masters: bool
-
-    def masters(self, shards: Sequence[ParameterShard]) -> list[Tensor]:
-        """Of each shard, flat, where they lie from now on."""
-
-    def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of zeros, for state."""
-
-    def start(self) -> None:
-        """Before the first `run` of an update."""
-
-    def run(self, state: Sequence[Tensor], work: Work) -> None:
-        """Do `work` on flat tensors of equally many elements, at once or block by block, in order."""
-
-    def finish(self) -> None:
-        """After the last `run` of an update: what the device does next sees all of it done."""
-
-
-class DeviceStateMemory:
-    """State lies beside the weights."""
 
     keeps_masters = False
 
@@ -58,22 +36,25 @@ class DeviceStateMemory:
         self._device = device
 
     def masters(self, shards: Sequence[ParameterShard]) -> list[Tensor]:
+        """Of each shard, flat, where they lie from now on."""
         return [shard.master.detach().view(-1) for shard in shards]
 
     def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor of zeros, for state."""
         return torch.zeros(count, dtype=dtype, device=self._device)
 
     def start(self) -> None:
-        pass
+        """Before the first `run` of an update."""
 
     def run(self, state: Sequence[Tensor], work: Work) -> None:
+        """Do `work` on flat tensors of equally many elements, at once or block by block, in order."""
         work(slice(0, state[0].numel()), state)
 
     def finish(self) -> None:
-        pass
+        """After the last `run` of an update: what the device does next sees all of it done."""
 
 
-class HostMemory:
+class HostMemory(StateMemory):
     """State lies in pinned host memory. Blocks are copied in, worked on and copied out at the same time.
 
     Masters that are the weights stay on the device, because the model computes with them.
@@ -87,7 +68,8 @@ class HostMemory:
         """dtype: of the state. block: elements of a tensor that are copied at once. slots: blocks on the device at the
         same time. tensors: the most that `run` is given.
         """
-        self._device, self._block = device, block
+        super().__init__(device)
+        self._block = block
         self._inward, self._outward = _stream(device), _stream(device)
         self._slots = [_Slot(torch.empty(tensors, block, dtype=dtype, device=device)) for _ in range(slots)]
         self._next = 0

@@ -36,27 +36,45 @@ class _LocalSlice:
 
 
 @dataclass(frozen=True)
-class _OwnRound:
-    """A `Round` as one rank sees it. Counts are elements for or from each rank, and lists are in the order of ranks.
+class _Exchange:
+    """The transfers that begin and end at this rank, each in the order of the other ranks, and how many elements go to
+    and come from every rank."""
 
-    sent, idle: what this rank holds, for the owners, and of which other ranks send a copy. arriving: for this rank's
-    batch. results: of the batch, for those that hold it. changed: what this rank holds, as the results arrive.
+    sent: Sequence[MatrixTransfer]
+    arriving: Sequence[MatrixTransfer]
+    sent_counts: Sequence[int]
+    arriving_counts: Sequence[int]
+
+    @staticmethod
+    def of(transfers: Sequence[MatrixTransfer], axis: Axis) -> _Exchange:
+        sent = sorted((one for one in transfers if one.source == axis.index), key=lambda one: one.target)
+        arriving = sorted((one for one in transfers if one.target == axis.index), key=lambda one: one.source)
+        counts = [[0] * axis.size, [0] * axis.size]
+        for one in sent:
+            counts[0][one.target] += one.elements
+        for one in arriving:
+            counts[1][one.source] += one.elements
+        return _Exchange(sent, arriving, *counts)
+
+    def start(self, values: Tensor, axis: Axis) -> Pending:
+        return start_all_to_all(values, axis, self.sent_counts, self.arriving_counts)
+
+
+@dataclass(frozen=True)
+class _OwnRound:
+    """A `Round` as one rank sees it. held: what this rank has of matrices: first what it sends to the owners, then that
+    of which other ranks send a copy. changed: what it has, as the results arrive.
     """
 
     batch: tuple[MatrixStack, ...]
-    sent: tuple[_LocalSlice, ...]
-    idle: tuple[_LocalSlice, ...]
-    sent_counts: tuple[int, ...]
-    arriving: tuple[MatrixTransfer, ...]
-    arriving_counts: tuple[int, ...]
-    results: tuple[MatrixTransfer, ...]
-    result_counts: tuple[int, ...]
-    changed: tuple[_LocalSlice, ...]
-    changed_counts: tuple[int, ...]
+    gathered: _Exchange
+    returned: _Exchange
+    held: Sequence[_LocalSlice]
+    changed: Sequence[_LocalSlice]
 
 
 class Muon:
-    """A `ShardedOptimizer`: kinds of state are "momentum", and those of `AdamW`.
+    """As `AdamW` to a step; kinds of state are "momentum", and those of that.
 
     A step is rate * 0.2 * sqrt(max(rows, columns)) against the orthogonal matrix, whose elements then have a root mean
     square as AdamW's steps do, so its learning rate carries over (Liu et al. 2025).
@@ -108,7 +126,7 @@ class Muon:
             if after is not None:
                 gathering.append(self._start_gather(after))
             results = _orthogonalized(now, arrived)
-            pending = start_all_to_all(results, self._axis, now.result_counts, now.changed_counts)
+            pending = now.returned.start(results, self._axis)
             if returning is not None:
                 self._apply(*returning)
             returning = now, pending
@@ -118,14 +136,13 @@ class Muon:
 
     def _start_gather(self, now: _OwnRound) -> Pending:
         """Change the momentum of what this rank holds, and send it to the owners."""
-        slices = (*now.sent, *now.idle)
-        counts = [local.held.stop - local.held.start for local in slices]
+        counts = [local.held.stop - local.held.start for local in now.held]
         made = torch.empty(sum(counts), dtype=self._dtype, device=self._step.device)
-        for local, result in zip(slices, made.split(counts) if counts else (), strict=True):
+        for local, result in zip(now.held, made.split(counts) if counts else (), strict=True):
             gradient = gradient_of(self._parameter_shards[local.shard])[local.held]
             work = partial(self._change_momentum, result, gradient)
             self._memory.run([self._momentum[local.shard][local.held]], work)
-        return start_all_to_all(made[: sum(now.sent_counts)], self._axis, now.sent_counts, now.arriving_counts)
+        return now.gathered.start(made[: sum(now.gathered.sent_counts)], self._axis)
 
     def _change_momentum(self, result: Tensor, gradient: Tensor, held: slice, state: Sequence[Tensor]) -> None:
         muon_momentum(result[held], state[0], gradient[held], self._step, self._config.momentum)
@@ -163,18 +180,19 @@ def _orthogonalized(now: _OwnRound, arrived: Tensor) -> Tensor:
     """What arrived from all ranks, flat, to the results for all ranks, flat."""
     if not now.batch:
         return arrived
+    arriving = now.gathered.arriving
     count, shape = sum(stack.count for stack in now.batch), now.batch[0].shape
     batch = arrived.new_empty((count, *shape))
     regions = dict(_regions(now.batch, batch))
     flat = {key: region.view(-1) if region.is_contiguous() else region.flatten() for key, region in regions.items()}
-    for transfer, local in zip(now.arriving, arrived.split([one.elements for one in now.arriving]), strict=True):
+    for transfer, local in zip(arriving, arrived.split([one.elements for one in arriving]), strict=True):
         flat[transfer.stack, transfer.box][transfer.start : transfer.end] = local
     for key, region in regions.items():
         if not region.is_contiguous():
             region.copy_(flat[key].view_as(region))
     made = orthogonalize(batch).contiguous()
     flat = {key: region.flatten() for key, region in _regions(now.batch, made)}
-    return torch.cat([flat[one.stack, one.box][one.start : one.end] for one in now.results])
+    return torch.cat([flat[one.stack, one.box][one.start : one.end] for one in now.returned.sent])
 
 
 def _regions(stacks: Sequence[MatrixStack], batch: Tensor) -> Iterator[tuple[tuple[MatrixStack, int], Tensor]]:
@@ -187,42 +205,20 @@ def _regions(stacks: Sequence[MatrixStack], batch: Tensor) -> Iterator[tuple[tup
 
 def _own_round(whole: Round, axis: Axis, places: dict[str, tuple[int, ParameterShard]]) -> _OwnRound:
     """places: this rank's shards by name, with their numbers."""
-    own = axis.index
-    sent = sorted((one for one in whole.gathered if one.source == own), key=lambda one: one.target)
-    arriving = sorted((one for one in whole.gathered if one.target == own), key=lambda one: one.source)
-    results = sorted((one for one in whole.returned if one.source == own), key=lambda one: one.target)
-    changed = sorted((one for one in whole.returned if one.target == own), key=lambda one: one.source)
-    sends = {(one.stack, one.box, one.start) for one in sent}
-    idle = [one for one in changed if (one.stack, one.box, one.start) not in sends]
-    return _OwnRound(
-        whole.batches[own],
-        _local_slices(sent, places),
-        _local_slices(idle, places),
-        _counts([(one.target, one.elements) for one in sent], axis.size),
-        tuple(arriving),
-        _counts([(one.source, one.elements) for one in arriving], axis.size),
-        tuple(results),
-        _counts([(one.target, one.elements) for one in results], axis.size),
-        _local_slices(changed, places),
-        _counts([(one.source, one.elements) for one in changed], axis.size),
-    )
+    gathered, returned = _Exchange.of(whole.gathered, axis), _Exchange.of(whole.returned, axis)
+    sends = {(one.stack, one.box, one.start) for one in gathered.sent}
+    idle = [one for one in returned.arriving if (one.stack, one.box, one.start) not in sends]
+    held, changed = (_local_slices(some, places) for some in ([*gathered.sent, *idle], returned.arriving))
+    return _OwnRound(whole.batches[axis.index], gathered, returned, held, changed)
 
 
 def _local_slices(
     transfers: Sequence[MatrixTransfer], places: dict[str, tuple[int, ParameterShard]]
-) -> tuple[_LocalSlice, ...]:
+) -> list[_LocalSlice]:
     slices = []
     for one in transfers:
         place, shard = places[one.stack.name]
         first = one.stack.boxes[one.box].start + one.start - shard.start
         size = 0.2 * max(one.stack.shape) ** 0.5
         slices.append(_LocalSlice(place, slice(first, first + one.elements), size))
-    return tuple(slices)
-
-
-def _counts(elements: Sequence[tuple[int, int]], ranks: int) -> tuple[int, ...]:
-    """Elements by rank."""
-    total = [0] * ranks
-    for rank, count in elements:
-        total[rank] += count
-    return tuple(total)
+    return slices

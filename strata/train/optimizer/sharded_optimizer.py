@@ -1,9 +1,8 @@
-"""What a training step asks of an optimizer, and what optimizers know of the shards of parameters that they change."""
+"""What optimizers know of the shards of parameters that they change, and by what gradients are multiplied."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,36 +10,6 @@ from torch import Tensor
 from strata.parallel.data_parallel import ParameterShard
 
 EMBEDDING = "model.embed_tokens.weight"
-
-
-class ShardedOptimizer(Protocol):
-    """Changes the masters of the shards that a rank keeps, and rounds them into the shards' weights.
-
-    A step: `begin` on the host, then, once `Gradients.reduce` has set the gradients of the masters, `update`. All ranks
-    call these alike.
-    """
-
-    def begin(self, rate: float) -> None:
-        """What the host decides, written to the device: learning rate, and what follows from the number of the step.
-
-        A step that `update` skips counts as one.
-        """
-
-    def update(self, scale: Tensor) -> None:
-        """Change masters and weights by the gradients times `scale`, [] on the device; the same launches every step.
-
-        Where `scale` is 0, masters, weights and moments stay, whatever the gradients hold. Does not wait.
-        """
-
-    def state(self) -> dict[str, list[Tensor]]:
-        """By kind, one flat tensor for each shard, the live memory; without elements where a shard has none of a kind.
-
-        The kind "master" is there only if state lies in host memory: masters of the shards then may hold no values.
-        Host tensors are complete when the device has done what `update` launched.
-        """
-
-    def restored(self, steps: int) -> None:
-        """Go on after `steps` steps from masters and state that were filled in place: weights are rounded anew."""
 
 
 def decay_of(shard: ParameterShard, decay: float) -> float:
@@ -69,3 +38,10 @@ def joined(tensors: Sequence[Tensor]) -> Tensor | None:
             return None
         end += one.nbytes
     return torch.as_strided(first, (sum(one.numel() for one in tensors),), (1,), first.storage_offset())
+
+
+def clip_scale(norm: Tensor, most: float) -> Tensor:
+    """min(1, most / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` has it, and 0 where the norm is not finite; []
+    as `norm`, on its device, not waited for: what a gradient is multiplied by before an update.
+    """
+    return torch.where(norm.isfinite(), (most / (norm + 1e-6)).clamp(max=1.0), 0)

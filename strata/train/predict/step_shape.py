@@ -9,10 +9,9 @@ from functools import cached_property
 from strata.models.config import ModelConfig
 from strata.parallel.layout import Layout
 from strata.parallel.schedules import PipelineSchedule, make_schedule
-from strata.train.config import RECOMPUTE
+from strata.train.config import RECOMPUTE, RECOMPUTE_OF_MODULES
 from strata.train.predict.held import RankParameters, held_parameters
 from strata.train.predict.layer_costs import LayerCost, layer_costs
-from strata.train.recompute import RECOMPUTE_OF_MODULES
 
 
 @dataclass(frozen=True)

@@ -120,22 +120,13 @@ class Balancing(NoBalancing):
 
 
 def make_balancing(config: ModelConfig, method: BalanceConfig | None, layout: Layout, mesh: Mesh) -> NoBalancing:
-    """A collective call. method: None watches nobody, and leaves a model's own biases as they are. Raises ValueError as
-    `check_balance` does.
+    """A collective call. method: None watches nobody, and leaves a model's own biases as they are. Raises ValueError
+    for a method without experts to balance, and for one that does not go with their scores.
     """
     if method is None and config.experts is not None and config.experts.biased:
         method = BalanceConfig("none")
     if method is None:
         return NoBalancing()
-    check_balance(config, method)
-    assert config.experts is not None
-    return Balancing(config.experts, method, layout, mesh)
-
-
-def check_balance(config: ModelConfig, method: BalanceConfig | None) -> None:
-    """Raise ValueError for a method without experts to balance, and for one that does not go with their scores."""
-    if method is None:
-        return
     if config.experts is None:
         raise ValueError(f"[balance] keeps experts equally busy, and {config.architecture} has none; remove [balance]")
     if method.method == "loss" and config.experts.choice.scoring != "softmax":
@@ -143,3 +134,4 @@ def check_balance(config: ModelConfig, method: BalanceConfig | None) -> None:
             f"balance.method = 'loss' pulls at the probabilities of a softmax, and {config.architecture} scores each "
             "expert by itself; use 'bias', which moves the model's own biases, or 'none'"
         )
+    return Balancing(config.experts, method, layout, mesh)

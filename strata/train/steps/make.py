@@ -32,18 +32,17 @@ from strata.parallel.zero import ZeroGradients
 from strata.train.adapters.lora import LoraConfig, add_adapters, first_values
 from strata.train.checkpoints.state import StateShard, fill, state_of, state_shards
 from strata.train.compile import TrainingGraph
-from strata.train.config import PRECISIONS, RECOMPUTE, BalanceConfig
+from strata.train.config import PRECISIONS, RECOMPUTE, RECOMPUTE_OF_MODULES, BalanceConfig, check_trainable
 from strata.train.layout import check_packed
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.optimizer.make import make_optimizer
 from strata.train.phases import NO_PHASES, Phases
-from strata.train.recompute import RECOMPUTE_OF_MODULES, recompute_modules
+from strata.train.recompute import recompute_modules
 from strata.train.steps.balance import NoBalancing, make_balancing
 from strata.train.steps.objective import NextToken, Objective
 from strata.train.steps.one_device import OneDeviceGradients
 from strata.train.steps.parallel_step import ParallelStep
 from strata.train.steps.passes import GraphPasses, ModulePasses, Passes, PipelinePasses
-from strata.train.trainable import check_trainable
 
 # Names and values of the wanted parameters of a model, which is whole and on the meta device, one after another.
 Values = Callable[[CausalLM, Container[str]], Iterable[tuple[str, Tensor]]]
@@ -99,7 +98,7 @@ def make_step(
     dtype: torch.dtype = torch.float32,
     records: bool = True,
 ) -> ParallelStep:
-    """This rank's `Stepper` of a run. A collective call.
+    """This rank's step of a run. A collective call.
 
     layout: that of the mesh; checked here. The model begins on the meta device and is filled parameter by parameter, so
     no rank holds more of it than its layout says. It computes in bfloat16 on a GPU, and in `dtype`, that of masters and

@@ -19,8 +19,8 @@ from strata.parallel.loss import Head, MicroBatch
 from strata.parallel.parallelize import Parallel
 from strata.train.checkpoints.state import StateShard
 from strata.train.data.pack import PackedBatch
-from strata.train.optimizer.clip import clip_scale
-from strata.train.optimizer.sharded_optimizer import ShardedOptimizer
+from strata.train.optimizer.make import ShardedOptimizer
+from strata.train.optimizer.sharded_optimizer import clip_scale
 from strata.train.phases import PASSES, Phases
 from strata.train.steps.balance import NoBalancing
 from strata.train.steps.micro_batch import micro_batch, whole_batch
@@ -31,7 +31,8 @@ from strata.train.steps.result import StepResult
 
 
 class ParallelStep:
-    """A `Stepper`: passes over this rank's packs, the gradient's sum and norm over all ranks, the update.
+    """Trains a model step by step: passes over this rank's packs, the gradient's sum and norm over all ranks, the
+    update. All ranks call the methods alike.
 
     The updated weights travel at the beginning of the next step, while its first layers compute. On a GPU, steps
     through a graph that recur in shape are recorded: if all ranks had, in two steps in a row, equally many packs of
@@ -78,6 +79,7 @@ class ParallelStep:
         mesh.world.on_shutdown.append(self._forget_recording)
 
     def __call__(self, batches: Sequence[PackedBatch], rate: float) -> StepResult:
+        """One step. batches: this rank's packs, as many on every rank, alike along "cp", "tp" and "pp"."""
         self._optimizer.begin(rate)
         shape = shape_of_all(fixed_shape(batches), self._world_axis) if self._records else None
         before, self._before = self._before, shape
@@ -94,6 +96,12 @@ class ParallelStep:
 
     @torch.no_grad()
     def measured(self, batches: Sequence[PackedBatch]) -> dict[str, Tensor]:
+        """What a step would say of these packs, by forward passes alone: nothing that a step changes changes. Call
+        `sync_weights` before the first of several. batches: as for a step, but some of them may count nothing.
+
+        Returns, alike on all ranks, [] each: "loss" and the objective's metrics, means over what counts, and "counted",
+        how much that is; 0 leaves means of 0.
+        """
         self._free_recording()
         counted, _ = start_all_reduce(self._own_counts(batches), self._documents).wait().unbind()
         scale = counted.clamp(min=1).reciprocal()
@@ -119,15 +127,18 @@ class ParallelStep:
         return list(found.cpu().split(counts))
 
     def state_shards(self) -> list[StateShard]:
+        """What a checkpoint stores of this rank: the live memory of masters and optimizer state."""
         if self._quantized is not None:
             self._quantized.drop_errors()  # who goes on from here has none: so those who stay have none either
         return self._shards()
 
     def restored(self, steps: int) -> None:
+        """Go on after `steps` steps from shards that were filled in place."""
         self._optimizer.restored(steps)
         self._gradients.all_gather_weights()
 
     def sync_weights(self) -> None:
+        """Let the model compute with the weights of the last step, for whatever calls it outside of a step."""
         self._gradients.all_gather_weights()
 
     def _run(self, batches: Sequence[PackedBatch]) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,70 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from strata.comm.mesh import Axis
-from strata.kernels.gradient_target import Memory
 from strata.kernels.loss.loss import CHUNK_BYTES, cross_entropy_gradients
 from strata.models.batch import Batch
 from strata.models.layers import CausalLM
 from strata.parallel.data_parallel import Gradients
 from strata.parallel.loss import Head, Loss, MicroBatch, shares
 from strata.parallel.pipeline import Pipeline
+from strata.parallel.zero import ZeroGradients
 from strata.train.compile import TrainingGraph
+from strata.train.steps.one_device import OneDeviceGradients
 
 # What the logits that exist at once may take on one GPU, where sums over chunks would need memory of their own: all of
 # 16384 tokens of a vocabulary of 128256 in bfloat16.
 LOGITS_BYTES = 5 * 2**30
-
-
-class Passes(Protocol):
-    """Computes with the weights of the last update and leaves a rank's share of the step's gradient with its
-    `Gradients`, not yet reduced.
-
-    Where gradients are off (`torch.no_grad`) these are forward passes alone, with the weights that are there, and
-    nothing is left.
-    """
-
-    def __call__(self, batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
-        """Returns the sum of these batches' `shares` of the loss, [1 + metrics], alike on all ranks along "tp" and
-        "pp".
-        """
-
-
-class WatchedGradients(Gradients, Protocol):
-    """`Gradients` that take those of merged matrices, and weights that may arrive while the first layers compute."""
-
-    def watch(self, leaf: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        """Take the gradient of `leaf`, of which the parameters are views that lie side by side, as theirs."""
-
-    def memory(self, leaf: Tensor) -> Memory | None:
-        """Where the gradient of `leaf` belongs, if not into `leaf.grad`."""
-
-    def written(self, leaf: Tensor) -> None:
-        """It is there, and complete for this pass."""
-
-    def free_gradients(self) -> None:
-        """The gradients that `reduce` left, and free their memory."""
-
-    def start_all_gather_weights(self) -> None:
-        """`all_gather_weights` without its end: parameters hold neither old nor new weights until `wait`."""
-
-    def wait(self) -> None:
-        """Until all weights are there. On a GPU the stream waits, not the host."""
+# Of a model that every rank holds whole; they take those of merged matrices.
+GraphGradients = OneDeviceGradients | ZeroGradients
 
 
 class ModulePasses:
-    """Through the model as it is, however `parallelize` has divided it."""
+    """Through the model as it is, however `parallelize` has divided it.
+
+    Passes compute with the weights of the last update and leave a rank's share of the step's gradient with its
+    `Gradients`, not yet reduced. Where gradients are off (`torch.no_grad`) these are forward passes alone, with the
+    weights that are there, and nothing is left.
+    """
 
     def __init__(self, model: CausalLM, gradients: Gradients, tensor_axis: Axis, vocab_size: int) -> None:
         self._model, self._gradients = model, gradients
         self._tensor_axis, self._vocab_size = tensor_axis, vocab_size
 
     def __call__(self, batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
+        """Returns the sum of these batches' `shares` of the loss, [1 + metrics], alike on all ranks along "tp" and
+        "pp".
+        """
         trains = torch.is_grad_enabled()
         if trains:
             self._gather_weights()
@@ -113,10 +87,15 @@ class PipelinePasses:
 class GraphPasses(ModulePasses):
     """Through the merged and fused graph of a model that every rank holds whole."""
 
-    _gradients: WatchedGradients
+    _gradients: GraphGradients
 
     def __init__(
-        self, model: CausalLM, graph: TrainingGraph, gradients: WatchedGradients, tensor_axis: Axis, vocab_size: int
+        self,
+        model: CausalLM,
+        graph: TrainingGraph,
+        gradients: GraphGradients,
+        tensor_axis: Axis,
+        vocab_size: int,
     ) -> None:
         super().__init__(model, gradients, tensor_axis, vocab_size)
         self._graph = graph
@@ -149,6 +128,9 @@ class GraphPasses(ModulePasses):
         hidden.backward(of_hidden)
         self._gradients.accumulate()
         return total
+
+
+Passes = ModulePasses | PipelinePasses
 
 
 def head_weight(model: CausalLM) -> Tensor:

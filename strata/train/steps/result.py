@@ -1,15 +1,13 @@
-"""What a training loop sees of a step, whatever the layout."""
+"""What a training loop sees of a step: tensors, and their values, which are read when the device has them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
+import torch
 from torch import Tensor
-
-from strata.train.checkpoints.state import StateShard
-from strata.train.data.pack import PackedBatch
 
 
 @dataclass(frozen=True)
@@ -25,25 +23,43 @@ class StepResult:
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class Stepper(Protocol):
-    """Trains a model step by step. All ranks call the methods alike."""
+@dataclass(frozen=True)
+class Reading:
+    """Loss, gradient norm before clipping, and what else the step says of itself, of the step with this number."""
 
-    def __call__(self, batches: Sequence[PackedBatch], rate: float) -> StepResult:
-        """One step. batches: this rank's packs, as many on every rank, alike along "cp", "tp" and "pp"."""
+    step: int
+    loss: float
+    norm: float
+    metrics: Mapping[str, float]
 
-    def measured(self, batches: Sequence[PackedBatch]) -> dict[str, Tensor]:
-        """What a step would say of these packs, by forward passes alone: nothing that a step changes changes. Call
-        `sync_weights` before the first of several. batches: as for a step, but some of them may count nothing.
 
-        Returns, alike on all ranks, [] each: "loss" and the objective's metrics, means over what counts, and "counted",
-        how much that is; 0 leaves means of 0.
-        """
+class Results:
+    """A queue of readings. `ready(behind=n)` gives those that are at least `n` steps old, oldest first."""
 
-    def state_shards(self) -> list[StateShard]:
-        """What a checkpoint stores of this rank: the live memory of masters and optimizer state."""
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._waiting: deque[tuple[int, tuple[str, ...], Tensor, torch.cuda.Event | None]] = deque()
 
-    def restored(self, steps: int) -> None:
-        """Go on after `steps` steps from shards that were filled in place."""
+    def add(self, step: int, result: StepResult) -> None:
+        """Begin to copy a result to the host."""
+        values = torch.stack([one.detach().float() for one in (result.loss, result.norm, *result.metrics.values())])
+        arrived = None
+        if self._device.type == "cuda":
+            host = torch.empty(values.shape, pin_memory=True)
+            values = host.copy_(values, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._waiting.append((step, tuple(result.metrics), values, arrived))
 
-    def sync_weights(self) -> None:
-        """Let the model compute with the weights of the last step, for whatever calls it outside of a step."""
+    def ready(self, *, behind: int) -> Iterator[Reading]:
+        """Waits for the device where a reading has not arrived."""
+        while len(self._waiting) > behind:
+            step, names, values, arrived = self._waiting.popleft()
+            if arrived is not None:
+                arrived.synchronize()
+            loss, norm, *rest = values.tolist()
+            yield Reading(step, loss, norm, dict(zip(names, rest, strict=True)))
+
+    def discard(self) -> None:
+        """Drop what waits: the run goes back to before."""
+        self._waiting.clear()

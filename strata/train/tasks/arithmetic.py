@@ -9,106 +9,27 @@ from __future__ import annotations
 import random
 from functools import partial
 
-from strata.train.tasks.example import Example, Task, ask, is_held_out
+from strata.train.tasks.example import Example, Task, ask, is_held_out, worked
+from strata.train.tasks.words import texts
 
+TEXTS = texts("arithmetic")
+_NAMES = {"+": "add", "-": "subtract", "×": "multiply"}
 PLACES = ("ones", "tens", "hundreds", "thousands", "ten thousands")
 
-ADD = (
-    "What is {a} + {b}?",
-    "What is {a} + {b}?",
-    "What is {a} plus {b}?",
-    "What's {a} + {b}?",
-    "{a} + {b}",
-    "{a}+{b}",
-    "{a} + {b} =",
-    "{a}+{b}=?",
-    "{a} plus {b}",
-    "Add {a} and {b}.",
-    "Add {b} to {a}.",
-    "Add the numbers {a} and {b}.",
-    "Calculate {a} + {b}.",
-    "Compute {a} + {b}.",
-    "Compute the sum of {a} and {b}.",
-    "What is the sum of {a} and {b}?",
-    "How much is {a} + {b}?",
-    "How much is {a} plus {b}?",
-    "What do you get when you add {a} and {b}?",
-    "Work out {a} + {b}.",
-    "Solve {a} + {b}.",
-    "Can you add {a} and {b}?",
-    "Tell me {a} + {b}.",
-    "Sum {a} and {b}.",
-    "I have {a} and get {b} more. How many do I have?",
-)
-SUBTRACT = (
-    "What is {a} - {b}?",
-    "What is {a} - {b}?",
-    "What is {a} minus {b}?",
-    "What's {a} - {b}?",
-    "{a} - {b}",
-    "{a}-{b}",
-    "{a} - {b} =",
-    "{a}-{b}=?",
-    "{a} minus {b}",
-    "Subtract {b} from {a}.",
-    "Take {b} away from {a}.",
-    "Take {b} from {a}.",
-    "Calculate {a} - {b}.",
-    "Compute {a} - {b}.",
-    "What is the difference of {a} and {b}?",
-    "How much is {a} - {b}?",
-    "How much is {a} minus {b}?",
-    "Work out {a} - {b}.",
-    "Solve {a} - {b}.",
-    "What is left of {a} after taking away {b}?",
-    "Can you subtract {b} from {a}?",
-    "Tell me {a} - {b}.",
-)
-MULTIPLY = (
-    "What is {a} × {b}?",
-    "What is {a} x {b}?",
-    "What is {a} * {b}?",
-    "What is {a} times {b}?",
-    "What's {a} times {b}?",
-    "{a} × {b}",
-    "{a} * {b}",
-    "{a}*{b}",
-    "{a} x {b} =",
-    "{a} times {b}",
-    "Multiply {a} by {b}.",
-    "Multiply {a} and {b}.",
-    "Calculate {a} × {b}.",
-    "Compute {a} * {b}.",
-    "What is the product of {a} and {b}?",
-    "How much is {a} times {b}?",
-    "Work out {a} × {b}.",
-)
-DIVIDE = (
-    "What is {a} ÷ {b}?",
-    "What is {a} / {b}?",
-    "What is {a} divided by {b}?",
-    "What's {a} divided by {b}?",
-    "{a} ÷ {b}",
-    "{a} / {b}",
-    "{a}/{b}",
-    "{a} divided by {b}",
-    "Divide {a} by {b}.",
-    "Divide {a} by {b} with remainder.",
-    "Calculate {a} ÷ {b}.",
-    "Compute {a} / {b}.",
-    "What is {a} divided by {b}, with remainder?",
-    "How many times does {b} go into {a}?",
-    "Work out {a} ÷ {b}.",
-)
 
-
-def addition_problem(a: int, b: int) -> str:
-    """The canonical form: the order of the operands does not matter."""
-    return f"add {min(a, b)} {max(a, b)}"
-
-
-def addition_held_out(a: int, b: int) -> bool:
-    return min(a, b) >= 10 and is_held_out(addition_problem(a, b))
+def problem_of(sign: str, a: int, b: int) -> tuple[str, bool]:
+    """The canonical form of a + b, a - b, a × b or a ÷ b, which is that of b + a, b - a and b × a too; and whether it
+    is held out. What worked steps consist of is not: sums and differences with a one-digit operand, and quotients below
+    ten. A product's task has one factor of one digit: products of digits are steps, and those with two larger factors
+    shift by ten.
+    """
+    if sign == "÷":
+        problem, is_task = f"divide {a} {b}", b < 10 <= a // b
+    else:
+        low, high = sorted((a, b))
+        problem = f"{_NAMES[sign]} {low} {high}"
+        is_task = low < 10 <= high if sign == "×" else low >= 10
+    return problem, is_task and is_held_out(problem)
 
 
 def addition_steps(a: int, b: int) -> str:
@@ -121,21 +42,9 @@ def addition_steps(a: int, b: int) -> str:
         total = x + y + carry
         line = f"{PLACES[place]}: {terms} = {total}"
         carry = 0 if place == places - 1 else total // 10
-        if carry:
-            line += f", write {total % 10}, carry {carry}"
-        else:
-            line += f", write {total}"
+        line += f", write {total % 10}, carry {carry}" if carry else f", write {total}"
         lines.append(line)
     return "\n".join(lines)
-
-
-def subtraction_problem(a: int, b: int) -> str:
-    """The canonical form: a - b and b - a are the same problem."""
-    return f"subtract {min(a, b)} {max(a, b)}"
-
-
-def subtraction_held_out(a: int, b: int) -> bool:
-    return min(a, b) >= 10 and is_held_out(subtraction_problem(a, b))
 
 
 def subtraction_steps(a: int, b: int) -> str:
@@ -157,15 +66,6 @@ def subtraction_steps(a: int, b: int) -> str:
     return "\n".join(lines)
 
 
-def multiplication_problem(a: int, b: int) -> str:
-    return f"multiply {min(a, b)} {max(a, b)}"
-
-
-def multiplication_held_out(a: int, b: int) -> bool:
-    """The task has a one-digit factor; products of two digits are steps, and those with larger factors shift by ten."""
-    return min(a, b) < 10 <= max(a, b) and is_held_out(multiplication_problem(a, b))
-
-
 def multiplication_steps(a: int, digit: int) -> str:
     """Column multiplication of a number by one digit."""
     text = str(a)
@@ -181,15 +81,6 @@ def multiplication_steps(a: int, digit: int) -> str:
         line += f", write {total % 10}, carry {carry}" if carry else f", write {total}"
         lines.append(line)
     return "\n".join(lines)
-
-
-def division_problem(a: int, divisor: int) -> str:
-    return f"divide {a} {divisor}"
-
-
-def division_held_out(a: int, divisor: int) -> bool:
-    """Divisors have one digit. Quotients below ten are steps of long division and never held out."""
-    return divisor < 10 <= a // divisor and is_held_out(division_problem(a, divisor))
 
 
 def division_steps(a: int, divisor: int) -> str:
@@ -215,34 +106,27 @@ def _lengths(rng: random.Random, digits: int) -> tuple[int, int]:
 
 
 def _addition(rng: random.Random, task: str, digits: int) -> Example:
-    first, second = _lengths(rng, digits)
-    a, b = _number(rng, first), _number(rng, second)
-    answer = str(a + b)
-    reply = f"{addition_steps(a, b)}\nAnswer: {answer}"
-    return Example(task, ask(rng, ADD, a=a, b=b), reply, answer, addition_problem(a, b), addition_held_out(a, b))
+    a, b = (_number(rng, length) for length in _lengths(rng, digits))
+    return worked(task, ask(rng, TEXTS["add"], a=a, b=b), addition_steps(a, b), str(a + b), *problem_of("+", a, b))
 
 
 def _subtraction(rng: random.Random, task: str, digits: int) -> Example:
-    first, second = _lengths(rng, digits)
-    a, b = _number(rng, first), _number(rng, second)
+    a, b = (_number(rng, length) for length in _lengths(rng, digits))
     if a < b and rng.random() < 0.85:
         a, b = b, a
-    answer = str(a - b)
-    reply = f"{subtraction_steps(a, b)}\nAnswer: {answer}"
+    steps = subtraction_steps(max(a, b), min(a, b))
     if a < b:
-        reply = f"{a} is less than {b}: {b} - {a} with a minus.\n{subtraction_steps(b, a)}\nAnswer: {answer}"
-    question = ask(rng, SUBTRACT, a=a, b=b)
-    return Example(task, question, reply, answer, subtraction_problem(a, b), subtraction_held_out(a, b))
+        steps = f"{a} is less than {b}: {b} - {a} with a minus.\n{steps}"
+    return worked(task, ask(rng, TEXTS["subtract"], a=a, b=b), steps, str(a - b), *problem_of("-", a, b))
 
 
 def multiplication(rng: random.Random) -> Example:
     """Up to three digits times one digit, in either order."""
     a, digit = _number(rng, rng.choice((1, 2, 2, 3))), rng.randrange(2, 10)
-    answer = str(a * digit)
-    reply = f"{multiplication_steps(a, digit)}\nAnswer: {answer}"
     first, second = (a, digit) if rng.random() < 0.75 else (digit, a)
-    problem, held_out = multiplication_problem(a, digit), multiplication_held_out(a, digit)
-    return Example("multiplication", ask(rng, MULTIPLY, a=first, b=second), reply, answer, problem, held_out)
+    question = ask(rng, TEXTS["multiply"], a=first, b=second)
+    steps = multiplication_steps(a, digit)
+    return worked("multiplication", question, steps, str(a * digit), *problem_of("×", a, digit))
 
 
 def division(rng: random.Random) -> Example:
@@ -250,9 +134,8 @@ def division(rng: random.Random) -> Example:
     a, divisor = _number(rng, rng.choice((1, 2, 2, 3, 3))), rng.randrange(2, 10)
     quotient, rest = divmod(a, divisor)
     answer = f"{quotient} remainder {rest}" if rest else str(quotient)
-    reply = f"{division_steps(a, divisor)}\nAnswer: {answer}"
-    problem, held_out = division_problem(a, divisor), division_held_out(a, divisor)
-    return Example("division", ask(rng, DIVIDE, a=a, b=divisor), reply, answer, problem, held_out)
+    question = ask(rng, TEXTS["divide"], a=a, b=divisor)
+    return worked("division", question, division_steps(a, divisor), answer, *problem_of("÷", a, divisor))
 
 
 TASKS = (

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from strata.train.tasks import arithmetic
-from strata.train.tasks.example import Example, ask, is_held_out
-from strata.train.tasks.offer import Offer
+from strata.train.tasks.example import Example, Offer, ask, is_held_out
 from strata.train.tasks.tool import Argument, ExerciseCall, ExerciseTool
 from strata.train.tasks.units import plain
-from strata.train.tasks.words import listed
+from strata.train.tasks.words import texts
 
 TASK = "calling a calculator"
 
@@ -24,37 +23,21 @@ class Calculation:
     sign: str
     typed: str
     words: tuple[str, ...]
-    phrasings: tuple[str, ...]
+    phrasings: list[str]
     own_tasks: frozenset[str]
 
 
+TEXTS = texts("calculators")
+_SAID = arithmetic.TEXTS
 # Calculators give no remainders.
-_DIVIDE = tuple(one for one in arithmetic.DIVIDE if "remainder" not in one and "go into" not in one)
-
+_DIVIDE = [one for one in _SAID["divide"] if "remainder" not in one and "go into" not in one]
+_SUM, _DIFFERENCE = (frozenset({f"two-digit {name}", f"longer {name}"}) for name in ("addition", "subtraction"))
 OPERATIONS = (
-    Calculation(
-        "+", "+", ("add", "plus", "sum"), arithmetic.ADD, frozenset({"two-digit addition", "longer addition"})
-    ),
-    Calculation(
-        "-", "-", ("subtract", "minus", "difference"), arithmetic.SUBTRACT,
-        frozenset({"two-digit subtraction", "longer subtraction"}),
-    ),
-    Calculation("×", "*", ("multiply", "times", "product"), arithmetic.MULTIPLY, frozenset({"multiplication"})),
+    Calculation("+", "+", ("add", "plus", "sum"), _SAID["add"], _SUM),
+    Calculation("-", "-", ("subtract", "minus", "difference"), _SAID["subtract"], _DIFFERENCE),
+    Calculation("×", "*", ("multiply", "times", "product"), _SAID["multiply"], frozenset({"multiplication"})),
     Calculation("÷", "/", ("divide", "divided_by", "quotient"), _DIVIDE, frozenset({"division"})),
-)  # fmt: skip
-
-NAMES = listed("calculator calculate calc compute math arithmetic evaluate solve do_math run_calculator")
-EXPRESSIONS = listed("expression expression expr formula input calculation query")
-OPERATORS = listed("operation operation op operator action kind")
-OPERANDS = tuple(
-    (pair.split("/")[0], pair.split("/")[1])
-    for pair in listed("a/b a/b x/y first/second left/right number1/number2 num1/num2 value1/value2 p/q m/n")
 )
-ABOUT = (
-    "Calculates.", "A calculator.", "Computes with numbers.", "Performs basic arithmetic.", "Does arithmetic.",
-    "Add, subtract, multiply or divide two numbers.", "Get the result of a calculation.", "",
-)  # fmt: skip
-FORMULA_ABOUT = ("Computes an expression.", "Evaluates a formula.", "Evaluate a math expression.", *ABOUT)
 NUMBERS = ("number", "number", "integer")
 
 Value = str | int | float
@@ -64,17 +47,17 @@ Writer = Callable[[Calculation, str, str], list[tuple[str, Value]]]
 
 def calculator(rng: random.Random) -> Offer:
     """A tool for all four operations."""
-    return (_of_expression if rng.random() < 0.5 else _of_operands)(rng, rng.choice(NAMES))
+    return (_of_expression if rng.random() < 0.5 else _of_operands)(rng, rng.choice(TEXTS["names"]))
 
 
 def _of_expression(rng: random.Random, name: str) -> Offer:
-    argument = rng.choice(EXPRESSIONS)
-    tool = ExerciseTool(name, rng.choice(FORMULA_ABOUT), (Argument(argument),))
+    argument = rng.choice(TEXTS["expressions"])
+    tool = ExerciseTool(name, rng.choice([*TEXTS["formula_about"], *TEXTS["about"]]), (Argument(argument),))
     return _offer(tool, OPERATIONS, lambda operation, a, b: [(argument, f"{a} {operation.typed} {b}")])
 
 
 def _of_operands(rng: random.Random, name: str) -> Offer:
-    operator, operands, place, word = rng.choice(OPERATORS), rng.choice(OPERANDS), rng.randrange(3), rng.randrange(5)
+    operator, operands, place, word = rng.choice(TEXTS["operators"]), _operands(rng), rng.randrange(3), rng.randrange(5)
     choices = {one.sign: one.words[word] if word < 3 else one.typed for one in OPERATIONS}
     kind = rng.choice(NUMBERS)
     arguments = [Argument(one, kind) for one in operands]
@@ -85,12 +68,12 @@ def _of_operands(rng: random.Random, name: str) -> Offer:
         values.insert(place, (operator, choices[operation.sign]))
         return values
 
-    return _offer(ExerciseTool(name, rng.choice(ABOUT), tuple(arguments)), OPERATIONS, write)
+    return _offer(ExerciseTool(name, rng.choice(TEXTS["about"]), tuple(arguments)), OPERATIONS, write)
 
 
 def one_operation(rng: random.Random) -> Offer:
     """A tool for one operation alone."""
-    operation, (x, y) = rng.choice(OPERATIONS), rng.choice(OPERANDS)
+    operation, (x, y) = rng.choice(OPERATIONS), _operands(rng)
     name = rng.choice(("{}", "{}", "{}_numbers", "math_{}", "do_{}")).format(rng.choice(operation.words))
     about = rng.choice((f"Computes {x} {operation.typed} {y}.", f"The {operation.words[2]} of two numbers.", ""))
     kind = rng.choice(NUMBERS)
@@ -144,15 +127,16 @@ def _problem(sign: str, a: str, b: str) -> tuple[str, bool]:
         problem = f"calculate {a} {sign} {b}"
         return problem, is_held_out(problem)
     x, y = int(a), int(b)
-    if sign == "+":
-        return arithmetic.addition_problem(x, y), arithmetic.addition_held_out(x, y)
-    if sign == "-":
-        return arithmetic.subtraction_problem(x, y), arithmetic.subtraction_held_out(x, y)
-    if sign == "×":
-        problem = arithmetic.multiplication_problem(x, y)
-        return problem, is_held_out(problem) if min(x, y) >= 10 else arithmetic.multiplication_held_out(x, y)
-    problem = arithmetic.division_problem(x, y)
-    return problem, is_held_out(problem) if y >= 10 else arithmetic.division_held_out(x, y)
+    problem, held_out = arithmetic.problem_of(sign, x, y)
+    if (sign == "×" and min(x, y) >= 10) or (sign == "÷" and y >= 10):
+        held_out = is_held_out(problem)  # which is no task of the model's own
+    return problem, held_out
+
+
+def _operands(rng: random.Random) -> list[str]:
+    """What a tool calls both."""
+    names: str = rng.choice(TEXTS["operands"])
+    return names.split("/")
 
 
 def _number(text: str) -> int | float:

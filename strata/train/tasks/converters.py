@@ -5,66 +5,45 @@ from __future__ import annotations
 import random
 from decimal import Decimal
 
-from strata.train.tasks.example import Example, ask, is_held_out
-from strata.train.tasks.offer import Offer
+from strata.train.tasks.example import Example, Offer, ask, is_held_out
 from strata.train.tasks.tool import Argument, ExerciseCall, ExerciseTool
-from strata.train.tasks.units import CONVERT, any_conversion, named_units, plain
-from strata.train.tasks.words import listed, pseudo_word
+from strata.train.tasks.units import TEXTS as UNIT_TEXTS
+from strata.train.tasks.units import any_conversion, named_units, plain
+from strata.train.tasks.words import pseudo_word, texts
 
 TASK = "calling a unit table"
 
-NAMES = listed("convert convert convert_units convert_unit unit_converter converter units change_unit")
-TABLES = listed("unit_table unit_table units_table unit_factor factor conversion_table look_up_unit")
-VALUES = listed("value value amount quantity number x")
-ENDS = tuple(
-    (pair.split("/")[0], pair.split("/")[1])
-    for pair in listed("from/to from/to from_unit/to_unit source/target unit_from/unit_to unit/target unit/into")
-)
-ABOUT = ("Converts units.", "Converts between units.", "Converts a quantity to another unit.", "")
-TABLE_ABOUT = ("A table of units.", "How much one unit is in another.", "Factors between units.", "")
-ONE = (
-    "How many {target} are in one {source}?",
-    "How many {target} is one {source}?",
-    "What is one {source} in {target}?",
-    "How many {target} are in 1 {source}?",
-    "One {source} is how many {target}?",
-    "1 {source} in {target}",
-)
+TEXTS = texts("converters")
 _SUBJECTS = frozenset({"unit conversion"})
-# Units that the model converts with a tool or not at all; the others are made up.
-FOREIGN = (
-    ("mile", "miles"), ("pound", "pounds"), ("ounce", "ounces"), ("gallon", "gallons"), ("pint", "pints"),
-    ("acre", "acres"), ("hectare", "hectares"), ("knot", "knots"), ("stone", "stones"), ("furlong", "furlongs"),
-    ("barrel", "barrels"), ("joule", "joules"), ("calorie", "calories"), ("watt", "watts"), ("dollar", "dollars"),
-    ("pound", "pounds"), ("fathom", "fathoms"), ("cup", "cups"), ("carat", "carats"), ("bushel", "bushels"),
-)  # fmt: skip
 
 
 def converter(rng: random.Random) -> Offer:
     """A tool that takes a value and two units."""
-    value, (source, target) = rng.choice(VALUES), rng.choice(ENDS)
+    value, (source, target) = rng.choice(TEXTS["values"]), rng.choice(TEXTS["ends"]).split("/")
     order = rng.choice(((0, 1, 2), (0, 1, 2), (1, 2, 0)))
     arguments = (Argument(value, "number"), Argument(source), Argument(target))
-    tool = ExerciseTool(rng.choice(NAMES), rng.choice(ABOUT), tuple(arguments[i] for i in order))
+    tool = ExerciseTool(rng.choice(TEXTS["names"]), rng.choice(TEXTS["about"]), tuple(arguments[i] for i in order))
 
     def question(rng: random.Random) -> Example:
         asked = (_known if rng.random() < 0.4 else _unknown)(rng)
         given = (float(asked.value) if "." in asked.value else int(asked.value), asked.source, asked.target)
         call = ExerciseCall(tool.name, tuple((arguments[i].name, given[i]) for i in order), asked.told(rng))
-        return asked.example(ask(rng, CONVERT, value=asked.value, source=asked.source, target=asked.target), call)
+        asking = ask(rng, UNIT_TEXTS["convert"], value=asked.value, source=asked.source, target=asked.target)
+        return asked.example(asking, call)
 
     return Offer(tool, TASK, question, _SUBJECTS, _SUBJECTS)
 
 
 def unit_table(rng: random.Random) -> Offer:
     """A tool that tells how much one of a unit is in another."""
-    source, target = rng.choice(ENDS)
-    tool = ExerciseTool(rng.choice(TABLES), rng.choice(TABLE_ABOUT), (Argument(source), Argument(target)))
+    source, target = rng.choice(TEXTS["ends"]).split("/")
+    name, about = rng.choice(TEXTS["tables"]), rng.choice(TEXTS["table_about"])
+    tool = ExerciseTool(name, about, (Argument(source), Argument(target)))
 
     def question(rng: random.Random) -> Example:
         asked = _unknown(rng, one=True)
         call = ExerciseCall(tool.name, ((source, asked.source), (target, asked.target)), asked.told(rng))
-        return asked.example(ask(rng, ONE, source=asked.source, target=asked.target), call)
+        return asked.example(ask(rng, TEXTS["one"], source=asked.source, target=asked.target), call)
 
     return Offer(tool, TASK, question, _SUBJECTS, _SUBJECTS)
 
@@ -99,10 +78,16 @@ def _known(rng: random.Random) -> _Asked:
 
 def _unknown(rng: random.Random, *, one: bool = False) -> _Asked:
     """What only the tool knows."""
-    (source, sources), (_, targets) = (
-        rng.choice(FOREIGN) if rng.random() < 0.5 else (word := pseudo_word(rng), f"{word}s") for _ in range(2)
-    )
+    (source, sources), (_, targets) = _unit(rng), _unit(rng)
     value = "1" if one else plain(Decimal(rng.randrange(1, 10 ** rng.choice((1, 2, 3, 4)))) / rng.choice((1, 1, 1, 10)))
     result = plain(Decimal(rng.randrange(1, 10 ** rng.choice((2, 3, 4, 5, 6)))) / 10 ** rng.choice((0, 0, 1, 2, 3)))
     problem = f"convert {value} {source} {targets}"
     return _Asked(value, source if value == "1" else sources, result, targets, problem, is_held_out(problem))
+
+
+def _unit(rng: random.Random) -> list[str]:
+    """Singular and plural, of a word of no language as often as not."""
+    if rng.random() < 0.5:
+        return rng.choice(TEXTS["foreign"]).split("/")  # type: ignore[no-any-return]
+    word = pseudo_word(rng)
+    return [word, f"{word}s"]

@@ -6,62 +6,13 @@ import calendar
 import datetime
 import random
 
-from strata.train.tasks.arithmetic import division_held_out
-from strata.train.tasks.example import Example, Task, ask, is_held_out
+from strata.train.tasks.arithmetic import problem_of
+from strata.train.tasks.example import Example, Task, ask, is_held_out, worked
+from strata.train.tasks.words import texts
 
+TEXTS = texts("dates")
 DAYS = tuple(calendar.day_name)
 MONTHS = tuple(calendar.month_name)[1:]
-
-DAY_AFTER = (
-    "If today is {day}, what day is it in {n} days?",
-    "Today is {day}. What day will it be in {n} days?",
-    "What day comes {n} days after {day}?",
-    "Which weekday is {n} days after {day}?",
-    "What day is {n} days after {day}?",
-    "It is {day}. Which day is it {n} days later?",
-)
-DAY_BEFORE = (
-    "What day comes {n} days before {day}?",
-    "Which weekday is {n} days before {day}?",
-    "Today is {day}. What day was it {n} days ago?",
-    "If today is {day}, what day was it {n} days ago?",
-)
-MONTH_AFTER = (
-    "What month comes {n} months after {month}?",
-    "Which month is {n} months after {month}?",
-    "It is {month}. What month will it be in {n} months?",
-    "If it is {month} now, what month is it in {n} months?",
-)
-MONTH_BEFORE = (
-    "What month comes {n} months before {month}?",
-    "Which month is {n} months before {month}?",
-    "It is {month}. What month was it {n} months ago?",
-)
-NEXT_DATE = (
-    "What date comes after {date}?",
-    "What is the day after {date}?",
-    "Which date follows {date}?",
-    "Today is {date}. What is the date tomorrow?",
-    "What date is it one day after {date}?",
-)
-MONTH_LENGTH = (
-    "How many days are in {month}?",
-    "How many days does {month} have?",
-    "How long is {month} in days?",
-    "What is the number of days in {month}?",
-)
-LEAP = (
-    "Is {year} a leap year?",
-    "Was {year} a leap year?",
-    "Tell me if {year} is a leap year.",
-    "Does {year} have a February 29?",
-)
-BETWEEN = (
-    "How many days are there from {first} to {second}?",
-    "How many days are between {first} and {second}?",
-    "Count the days from {first} to {second}.",
-    "How many days after {first} is {second}?",
-)
 
 
 def weekday(rng: random.Random) -> Example:
@@ -72,12 +23,10 @@ def weekday(rng: random.Random) -> Example:
     steps = [DAYS[(start + (i if forward else -i)) % 7] for i in range(1, rest + 1)]
     answer = steps[-1] if steps else DAYS[start]
     lines = [f"{n} = {weeks} × 7 + {rest}"] if weeks else []
-    lines.append(", ".join(f"{i} {day}" for i, day in enumerate(steps, 1)) if steps else f"the same day, {answer}")
-    question = ask(rng, DAY_AFTER if forward else DAY_BEFORE, day=DAYS[start], n=n).replace(" 1 days", " 1 day")
+    lines.append(_counted(steps) if steps else f"the same day, {answer}")
+    question = ask(rng, TEXTS["day_after" if forward else "day_before"], day=DAYS[start], n=n)
     problem = f"weekday {DAYS[start]} {n if forward else -n}"
-    return Example(
-        "weekdays", question, "\n".join([*lines, f"Answer: {answer}"]), answer, problem, is_held_out(problem)
-    )
+    return worked("weekdays", question.replace(" 1 days", " 1 day"), "\n".join(lines), answer, problem)
 
 
 def month(rng: random.Random) -> Example:
@@ -85,12 +34,13 @@ def month(rng: random.Random) -> Example:
     start, n = rng.randrange(12), rng.randrange(1, 12)
     forward = rng.random() < 0.65
     steps = [MONTHS[(start + (i if forward else -i)) % 12] for i in range(1, n + 1)]
-    answer = steps[-1]
-    counted = ", ".join(f"{i} {name}" for i, name in enumerate(steps, 1))
-    question = ask(rng, MONTH_AFTER if forward else MONTH_BEFORE, month=MONTHS[start], n=n)
+    question = ask(rng, TEXTS["month_after" if forward else "month_before"], month=MONTHS[start], n=n)
     problem = f"month {MONTHS[start]} {n if forward else -n}"
-    question = question.replace(" 1 months", " 1 month")
-    return Example("months", question, f"{counted}\nAnswer: {answer}", answer, problem, is_held_out(problem))
+    return worked("months", question.replace(" 1 months", " 1 month"), _counted(steps), steps[-1], problem)
+
+
+def _counted(names: list[str]) -> str:
+    return ", ".join(f"{i} {name}" for i, name in enumerate(names, 1))
 
 
 def leap_steps(year: int) -> str:
@@ -109,11 +59,11 @@ def next_date(rng: random.Random) -> Example:
     days = calendar.monthrange(2023, date.month)[1]
     name = MONTHS[date.month - 1]
     answer = f"{following.day} {MONTHS[following.month - 1]}"
-    question = ask(rng, NEXT_DATE, date=rng.choice((f"{date.day} {name}", f"{name} {date.day}")))
+    question = ask(rng, TEXTS["next_date"], date=rng.choice((f"{date.day} {name}", f"{name} {date.day}")))
     leap = " (29 in a leap year)" if date.month == 2 else ""
     days_text = f"{name} has {days} days{leap}"
     problem = f"next date {date.day} {name}"
-    return Example("next date", question, f"{days_text}\nAnswer: {answer}", answer, problem, is_held_out(problem))
+    return worked("next date", question, days_text, answer, problem)
 
 
 def year_fact(rng: random.Random) -> Example:
@@ -121,16 +71,15 @@ def year_fact(rng: random.Random) -> Example:
     if rng.random() < 0.25:
         number = rng.randrange(1, 13)
         days = calendar.monthrange(2023, number)[1]
-        note = "In a leap year February has 29 days.\n" if number == 2 else ""
-        question = ask(rng, MONTH_LENGTH, month=MONTHS[number - 1])
-        return Example("leap years", question, f"{note}Answer: {days}", str(days), f"length {number}", False)
+        note = "In a leap year February has 29 days." if number == 2 else ""
+        question = ask(rng, TEXTS["month_length"], month=MONTHS[number - 1])
+        return worked("leap years", question, note, str(days), f"length {number}", held_out=False)
     year = rng.randrange(1600, 2400, 100) if rng.random() < 0.15 else rng.randrange(1600, 2400)
     answer = "yes" if calendar.isleap(year) else "no"
     problem = f"leap {year}"
     divided = year // 100 if year % 100 == 0 else year % 100
-    reply = f"{leap_steps(year)}\nAnswer: {answer}"
-    held_out = is_held_out(problem) or division_held_out(divided, 4)
-    return Example("leap years", ask(rng, LEAP, year=year), reply, answer, problem, held_out)
+    held_out = is_held_out(problem) or problem_of("÷", divided, 4)[1]
+    return worked("leap years", ask(rng, TEXTS["leap"], year=year), leap_steps(year), answer, problem, held_out)
 
 
 def days_between(rng: random.Random) -> Example:
@@ -139,10 +88,9 @@ def days_between(rng: random.Random) -> Example:
     n = rng.randrange(1, 10)
     dates = [first + datetime.timedelta(i) for i in range(n + 1)]
     names = [f"{date.day} {MONTHS[date.month - 1]}" for date in dates]
-    counted = ", ".join(f"{i} {name}" for i, name in enumerate(names[1:], 1))
-    question = ask(rng, BETWEEN, first=names[0], second=names[-1])
+    question = ask(rng, TEXTS["between"], first=names[0], second=names[-1])
     problem = f"between {names[0]} {names[-1]}"
-    return Example("days between", question, f"{counted}\nAnswer: {n}", str(n), problem, is_held_out(problem))
+    return worked("days between", question, _counted(names[1:]), str(n), problem)
 
 
 TASKS = (

@@ -58,6 +58,33 @@ class Task:
     sample: Callable[[random.Random], Example]
 
 
+@dataclass(frozen=True)
+class Offer:
+    """A tool together with the questions that it answers. task: what these are scored as. question: one of them, with
+    its call.
+
+    subjects: what it is for; tools that are offered together share none. own_tasks: those of the model's own tasks
+    whose questions it answers as well. topics: words of other questions that it answers.
+    """
+
+    tool: ExerciseTool
+    task: str
+    question: Callable[[random.Random], Example]
+    subjects: frozenset[str]
+    own_tasks: frozenset[str]
+    topics: frozenset[str] = frozenset()
+
+    def answers(self, example: Example) -> bool:
+        """Whether the tool is for this question, which was not asked with it in mind."""
+        return example.task in self.own_tasks or any(topic in example.question.lower() for topic in self.topics)
+
+
+def worked(task: str, question: str, steps: str, answer: str, problem: str, held_out: bool | None = None) -> Example:
+    """A question with its steps and its answer, a line. held_out: None if the problem alone decides."""
+    reply = f"{steps}\nAnswer: {answer}" if steps else f"Answer: {answer}"
+    return Example(task, question, reply, answer, problem, is_held_out(problem) if held_out is None else held_out)
+
+
 def bucket(problem: str) -> int:
     """A number in 0..99 that depends on the problem alone, the same in every process and version."""
     return int.from_bytes(hashlib.blake2b(problem.encode(), digest_size=8).digest(), "big") % 100

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from strata.text.tokenizer import Tokenizer
 from strata.train.data.encode import Encoder
 from strata.train.data.encoding import Encoded
-from strata.train.data.shards import VERSION, ShardEntry, ShardIndex, write_encoded
+from strata.train.data.shards import VERSION, ShardEntry, ShardIndex, write_shard
 from strata.train.data.tokenize import tokenizer_digest
 from strata.train.data.writing import ShardJob, in_process, named, write_manifest, write_missing
 from strata.train.tasks.mixture import document
@@ -33,6 +31,17 @@ class _ExerciseJob(ShardJob):
     seed: int
     tokenizer: Path
     vocab_size: int
+
+    def write(self) -> ShardEntry:
+        encoder = Encoder.load(self.tokenizer)
+        encoded = Encoded.of([
+            encoder.encode([document(self.seed, index) for index in range(first, min(first + _AT_ONCE, self.end))])
+            for first in range(self.first, self.end, _AT_ONCE)
+        ])  # fmt: skip
+        if (longest := encoded.lengths.max()) > LONGEST:
+            number = self.first + int(encoded.lengths.argmax())
+            raise ValueError(f"document {number} has {longest} tokens, over {LONGEST}")
+        return write_shard(self.folder, self.name, "chat", encoded, self.vocab_size)
 
 
 def write_exercises(
@@ -75,7 +84,7 @@ def write_exercises(
         _ExerciseJob(out, name, first, min(first + documents_per_shard, documents), seed, tokenizer_folder, size)
         for name, first in named(range(0, documents, documents_per_shard))
     ]
-    index = ShardIndex(VERSION, "chat", digest, size, write_missing(jobs, _write, workers, report))
+    index = ShardIndex(VERSION, "chat", digest, size, write_missing(jobs, workers, report))
     index.write(out)
     return index
 
@@ -88,17 +97,3 @@ def _make_tokenizer(folder: Path, seed: int, documents: int, vocab_size: int) ->
 def _digest_and_size(tokenizer_folder: Path) -> tuple[str, int]:
     with Tokenizer.load(tokenizer_folder) as tokenizer:
         return tokenizer_digest(tokenizer), tokenizer.vocab_size
-
-
-def _write(job: _ExerciseJob) -> ShardEntry:
-    encoder = Encoder.load(job.tokenizer)
-    parts = [
-        encoder.encode([document(job.seed, index) for index in range(first, min(first + _AT_ONCE, job.end))])
-        for first in range(job.first, job.end, _AT_ONCE)
-    ]
-    lengths = np.concatenate([np.diff(part.offsets) for part in parts])
-    if lengths.max() > LONGEST:
-        raise ValueError(f"document {job.first + int(lengths.argmax())} has {lengths.max()} tokens, over {LONGEST}")
-    tokens, loss_mask = (np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "loss_mask"))
-    encoded = Encoded(tokens, loss_mask, np.concatenate([[0], np.cumsum(lengths)]))
-    return write_encoded(job.folder, job.name, "chat", encoded, job.vocab_size)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from strata.train.tasks import tables
-from strata.train.tasks.example import Example, ask, is_held_out
-from strata.train.tasks.offer import Offer
-from strata.train.tasks.smalltalk import COUNTRIES
+from strata.train.tasks.example import Example, Offer, ask, is_held_out
+from strata.train.tasks.smalltalk import TEXTS as SMALL_TALK
 from strata.train.tasks.tool import Argument, ExerciseCall, ExerciseTool
-from strata.train.tasks.words import ANIMALS, FOODS, NAMES, PLACES_WORDS, THINGS, listed, pseudo_word
+from strata.train.tasks.words import ANIMALS, FOODS, NAMES, PLACES_WORDS, THINGS, pseudo_word, texts
 
+TEXTS = texts("lookups")
+CITIES: list[str] = tables.TEXTS["cities"]
+COLORS: list[str] = tables.TEXTS["colors"]
 TASK = "calling a look-up"
 NOTHING = "Nothing was found.\nAnswer: unknown"
 
@@ -24,8 +26,8 @@ class Property:
 
     name: str
     of: tuple[str, ...]
-    keys: tuple[str, ...]
-    phrasings: tuple[str, ...]
+    keys: list[str]
+    phrasings: list[str]
     draw: Callable[[random.Random], str | int | float]
     topics: frozenset[str] = frozenset()
 
@@ -39,7 +41,7 @@ def _price(rng: random.Random) -> float | int:
 
 
 def _weather(rng: random.Random) -> str:
-    sky = rng.choice(listed("sunny cloudy rainy windy foggy snowy stormy clear hot cold mild dry"))
+    sky = rng.choice(TEXTS["skies"])
     return rng.choice((sky, f"{sky}, {rng.randrange(-15, 40)} degrees", f"{rng.randrange(-15, 40)} degrees and {sky}"))
 
 
@@ -47,75 +49,49 @@ def _phone(rng: random.Random) -> str:
     return f"{rng.randrange(100, 1000)} {rng.randrange(1000, 10000)}"
 
 
+def _city(rng: random.Random) -> str:
+    return rng.choice(CITIES)
+
+
+def _color(rng: random.Random) -> str:
+    return rng.choice(COLORS)
+
+
 ITEM, PERSON, CITY = ("item", "product", "thing", "name"), ("name", "person", "who"), ("city", "location", "place")
+_ASKED, _WEATHER = TEXTS["asked"], frozenset({"weather"})
 
 PROPERTIES = (
-    Property("price", ITEM, (*THINGS, *FOODS), tables.PRICE, _price),
-    Property("age", PERSON, tuple(NAMES), tables.AGE, _number(100)),
-    Property("city", PERSON, tuple(NAMES), tables.CITY, lambda rng: rng.choice(tables.CITIES)),
-    Property("color", ITEM, tuple(THINGS), tables.COLOR, lambda rng: rng.choice(tables.COLORS)),
+    Property("price", ITEM, THINGS + FOODS, tables.TEXTS["price"], _price),
+    Property("age", PERSON, NAMES, tables.TEXTS["age"], _number(100)),
+    Property("city", PERSON, NAMES, tables.TEXTS["city"], _city),
+    Property("color", ITEM, THINGS, tables.TEXTS["color"], _color),
+    Property("weather", CITY, CITIES, _ASKED["weather"], _weather, _WEATHER),
+    Property("temperature", CITY, CITIES, _ASKED["temperature"], lambda rng: rng.randrange(-20, 45), _WEATHER),
+    Property("population", CITY, CITIES, _ASKED["population"], _number(10**7), frozenset({"people live"})),
     Property(
-        "weather", CITY, tuple(tables.CITIES),
-        ("What is the weather in {key}?", "What is the weather in {key} today?", "How is the weather in {key}?",
-         "What's the weather like in {key}?", "Weather in {key}?", "Tell me the weather in {key}."),
-        _weather, frozenset({"weather"}),
+        "capital", ("country", "state", "name"), SMALL_TALK["countries"], _ASKED["capital"], _city,
+        frozenset({"capital"}),
     ),
     Property(
-        "temperature", CITY, tuple(tables.CITIES),
-        ("What is the temperature in {key}?", "How warm is it in {key}?", "How cold is it in {key} today?",
-         "Temperature in {key}?"),
-        lambda rng: rng.randrange(-20, 45), frozenset({"weather"}),
+        "time", CITY, CITIES, _ASKED["time"], lambda rng: f"{rng.randrange(24):02}:{rng.randrange(60):02}",
+        frozenset({"time is it"}),
     ),
-    Property(
-        "population", CITY, tuple(tables.CITIES),
-        ("How many people live in {key}?", "What is the population of {key}?", "Population of {key}?"),
-        _number(10**7), frozenset({"people live"}),
-    ),
-    Property(
-        "capital", ("country", "state", "name"), tuple(COUNTRIES),
-        ("What is the capital of {key}?", "Capital of {key}?", "Tell me the capital of {key}."),
-        lambda rng: rng.choice(tables.CITIES), frozenset({"capital"}),
-    ),
-    Property(
-        "time", CITY, tuple(tables.CITIES),
-        ("What time is it in {key}?", "What is the time in {key}?", "Time in {key}?"),
-        lambda rng: f"{rng.randrange(24):02}:{rng.randrange(60):02}", frozenset({"time is it"}),
-    ),
-    Property(
-        "phone", PERSON, tuple(NAMES),
-        ("What is the phone number of {key}?", "How can I call {key}?", "Phone number of {key}?"), _phone,
-    ),
-    Property(
-        "stock", ITEM, (*THINGS, *FOODS),
-        ("How many of the {key} are in stock?", "What is the stock of the {key}?", "How much {key} is in stock?"),
-        _number(1000),
-    ),
-    Property(
-        "owner", ITEM, tuple(THINGS),
-        ("Who owns the {key}?", "Who is the owner of the {key}?", "Whose is the {key}?"), lambda rng: rng.choice(NAMES),
-    ),
+    Property("phone", PERSON, NAMES, _ASKED["phone"], _phone),
+    Property("stock", ITEM, THINGS + FOODS, _ASKED["stock"], _number(1000)),
+    Property("owner", ITEM, THINGS, _ASKED["owner"], lambda rng: rng.choice(NAMES)),
 )  # fmt: skip
-SAID = ("What is the {name} of the {key}?", "What {name} does the {key} have?", "Tell me the {name} of the {key}.",
-        "Which {name} has the {key}?", "{name} of the {key}?", "Look up the {name} of the {key}.")  # fmt: skip
 
-VERBS = listed("get get get find look_up lookup fetch read show tell query")
-CALLED = ("{verb}_{name}", "{verb}_{name}", "{verb}_{name}", "{name}", "{name}_of", "{of}_{name}", "{any}")
-ABOUT = (
-    "The {name} of a {of}.", "Returns the {name} of a {of}.", "Tells the {name}.", "Looks up the {name}.",
-    "Get the {name} of a given {of}.", "Get the current {name} for a {of}.", "Use this to find the {name}.",
-)  # fmt: skip
-GENERAL = listed("look_up lookup search query database find get_field get_property ask_table")
-FIELDS = listed("field field property column attribute what")
+
 UNITS = ("celsius", "fahrenheit")
-LOST = ("not found", '{"error": "not found"}', "null", "unknown", "no entry", "error: no such entry")
 
 
 def look_up(rng: random.Random) -> Offer:
     """A tool for one property."""
     known = rng.choice(PROPERTIES) if rng.random() < 0.7 else _made_up(rng)
     of = rng.choice(known.of)
-    name = rng.choice(CALLED).format(verb=rng.choice(VERBS), name=known.name, of=of, any=pseudo_word(rng))
-    about = rng.choice(ABOUT).format(name=known.name, of=of)
+    called, verb = rng.choice(TEXTS["called"]), rng.choice(TEXTS["verbs"])
+    name = called.format(verb=verb, name=known.name, of=of, any=pseudo_word(rng))
+    about = rng.choice(TEXTS["about"]).format(name=known.name, of=of)
     if known.name in name and rng.random() < 0.3:
         about = ""
     in_unit = known.name in ("weather", "temperature") and rng.random() < 0.5
@@ -140,17 +116,17 @@ def table(rng: random.Random) -> Offer:
     words = [known.name for known in rng.sample(PROPERTIES, 2)] + [pseudo_word(rng)]
     kind = _made_up(rng)
     fields = tuple(rng.sample(words, rng.randrange(2, 4)))
-    of, field = rng.choice(ITEM), rng.choice(FIELDS)
+    of, field = rng.choice(ITEM), rng.choice(TEXTS["fields"])
     tool = ExerciseTool(
-        rng.choice(GENERAL),
+        rng.choice(TEXTS["general"]),
         rng.choice(("Looks up a table.", f"What is known of a {of}.", "Reads the database.", "")),
         (Argument(of), Argument(field, choices=fields)),
     )
 
     def question(rng: random.Random) -> Example:
-        known = Property(rng.choice(fields), ITEM, kind.keys, SAID, kind.draw)
+        known = replace(kind, name=rng.choice(fields))
         key = _key(rng, known)
-        asked = ask(rng, SAID, name=known.name, key=key)
+        asked = ask(rng, known.phrasings, name=known.name, key=key)
         return _example(rng, ExerciseCall(tool.name, ((of, key), (field, known.name)), ""), known, of, key, asked)
 
     return Offer(tool, TASK, question, frozenset(fields), frozenset({"tables"}), frozenset(fields))
@@ -169,8 +145,8 @@ def _key(rng: random.Random, known: Property) -> str:
 def _made_up(rng: random.Random) -> Property:
     """A property with a name of no language."""
     keys = rng.choice((THINGS, FOODS, ANIMALS, PLACES_WORDS))
-    draw = rng.choice((_number(10**4), lambda rng: rng.choice(tables.COLORS), pseudo_word, _price, _phone))
-    return Property(pseudo_word(rng), ITEM, tuple(keys), SAID, draw)
+    draw = rng.choice((_number(10**4), _color, pseudo_word, _price, _phone))
+    return Property(pseudo_word(rng), ITEM, keys, TEXTS["said"], draw)
 
 
 def _example(rng: random.Random, call: ExerciseCall, known: Property, of: str, key: str, asked: str) -> Example:
@@ -183,7 +159,7 @@ def _example(rng: random.Random, call: ExerciseCall, known: Property, of: str, k
     draw = rng.random()
     result = answer if draw < 0.45 else json.dumps(rng.choice(as_json))
     if draw > 0.96:
-        result, answer, reply = rng.choice(LOST), "unknown", NOTHING
+        result, answer, reply = rng.choice(TEXTS["lost"]), "unknown", NOTHING
     elif known.name == "weather" and draw > 0.86:
         # Of several fields, none of which has the name of what was asked, all are told.
         sky, degrees = rng.choice(("sunny", "cloudy", "rain", "snow", "clear")), rng.randrange(-20, 45)

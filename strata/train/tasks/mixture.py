@@ -1,27 +1,33 @@
-"""The training mixture: document `index` is a function of seed and index, so any position can be reached directly."""
+"""The training mixture: document `index` is a function of seed and index, so any position can be reached directly; and
+several tools that are offered together, with what is asked then: what one of them is for, or what none is for."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
-from strata.train.tasks import arithmetic, dates, numbers, smalltalk, spelling, stories, tables, units
-from strata.train.tasks.example import Example, Task
-from strata.train.tasks.tool import ExerciseTool
-from strata.train.tasks.toolbox import FAMILIES, Toolbox, toolbox
-
-TASKS: tuple[Task, ...] = (
-    *arithmetic.TASKS,
-    *numbers.TASKS,
-    *spelling.TASKS,
-    *units.TASKS,
-    *dates.TASKS,
-    *tables.TASKS,
-    *stories.TASKS,
-    *smalltalk.TASKS,
+from strata.train.tasks import (
+    arithmetic,
+    calculators,
+    converters,
+    dates,
+    lookups,
+    numbers,
+    smalltalk,
+    spelling,
+    stories,
+    tables,
+    units,
 )
+from strata.train.tasks.example import Example, Offer, Task
+from strata.train.tasks.smalltalk import UNKNOWN
+from strata.train.tasks.tool import ExerciseTool
+
+_FAMILIES = (arithmetic, numbers, spelling, units, dates, tables, stories, smalltalk)
+TASKS: tuple[Task, ...] = tuple(task for one in _FAMILIES for task in one.TASKS)
 WITH_TOOLS = 0.2
 """The share of the conversations in which tools are offered."""
 _CUMULATIVE = tuple(accumulate(task.weight for task in TASKS))
@@ -46,6 +52,68 @@ class ExerciseDocument:
     def tools(self) -> tuple[ExerciseTool, ...]:
         """What the model is offered in all of the conversation."""
         return self.examples[0].tools
+
+
+Maker = Callable[[random.Random], Offer]
+
+FAMILIES: dict[str, tuple[Maker, ...]] = {
+    calculators.TASK: (calculators.calculator, calculators.calculator, calculators.one_operation),
+    converters.TASK: (converters.converter, converters.converter, converters.unit_table),
+    lookups.TASK: (lookups.look_up, lookups.look_up, lookups.look_up, lookups.table),
+}
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """Tools of which no two are for the same, in the order in which they are shown."""
+
+    offers: tuple[Offer, ...]
+
+    @property
+    def tools(self) -> tuple[ExerciseTool, ...]:
+        return tuple(offer.tool for offer in self.offers)
+
+    def question(self, rng: random.Random, task: str | None = None) -> Example:
+        """A question for one of the tools, of those whose questions are scored as `task` if that is given."""
+        fitting = [offer for offer in self.offers if task in (None, offer.task)]
+        offer = rng.choice(fitting)
+        example = self.offered(offer.question(rng))
+        if rng.random() < 0.9:
+            return example
+        hint = rng.choice((" Use the tool.", " Use the tools.", " Use a tool.", f" Use {offer.tool.name}."))
+        return replace(example, question=example.question + hint)
+
+    def offered(self, example: Example) -> Example:
+        """The example where the model is offered these tools."""
+        return replace(example, tools=self.tools)
+
+    def answers(self, example: Example) -> bool:
+        """Whether one of the tools is for this question."""
+        return any(offer.answers(example) for offer in self.offers)
+
+    def unanswered(self, rng: random.Random) -> Example:
+        """A question for a look-up that is not here: the model does not know that. Not scored."""
+        subjects = {subject for offer in self.offers for subject in offer.subjects}
+        while (other := lookups.look_up(rng)).subjects & subjects:
+            pass
+        question = other.question(rng).question
+        return self.offered(Example("tools of no use", question, UNKNOWN, None, f"unanswered {question}", False))
+
+
+def toolbox(rng: random.Random, family: str | None = None) -> Toolbox:
+    """One to four tools; with `family`, a task's name, at least one whose questions are scored as that."""
+    count = rng.choice((1, 1, 2, 2, 3, 4))
+    offers = [_draw(rng, family)]
+    while len(offers) < count:
+        other = _draw(rng, None)
+        if not any(other.subjects & one.subjects or other.tool.name == one.tool.name for one in offers):
+            offers.append(other)
+    rng.shuffle(offers)
+    return Toolbox(tuple(offers))
+
+
+def _draw(rng: random.Random, family: str | None) -> Offer:
+    return rng.choice(FAMILIES[family or rng.choice(tuple(FAMILIES))])(rng)
 
 
 def training_example(rng: random.Random) -> Example:

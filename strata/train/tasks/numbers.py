@@ -6,74 +6,10 @@ import random
 from functools import partial
 
 from strata.train.tasks.arithmetic import PLACES
-from strata.train.tasks.example import Example, Task, ask, is_held_out
+from strata.train.tasks.example import Example, Task, ask, worked
+from strata.train.tasks.words import texts
 
-LARGER = (
-    "Which is larger, {a} or {b}?",
-    "Which number is larger: {a} or {b}?",
-    "Which is bigger, {a} or {b}?",
-    "Which number is greater, {a} or {b}?",
-    "What is more, {a} or {b}?",
-    "Compare {a} and {b}. Which is larger?",
-    "Is {a} or {b} the larger number?",
-    "Tell me the larger of {a} and {b}.",
-    "What is the larger of {a} and {b}?",
-)
-SMALLER = (
-    "Which is smaller, {a} or {b}?",
-    "Which number is smaller: {a} or {b}?",
-    "Which is less, {a} or {b}?",
-    "Which number is lower, {a} or {b}?",
-    "Compare {a} and {b}. Which is smaller?",
-    "Is {a} or {b} the smaller number?",
-    "Tell me the smaller of {a} and {b}.",
-    "What is the smaller of {a} and {b}?",
-)
-ASCENDING = (
-    "Sort these numbers: {numbers}",
-    "Sort these numbers: {numbers}.",
-    "Sort the numbers {numbers}.",
-    "Sort {numbers}",
-    "Sort: {numbers}",
-    "Please sort {numbers}.",
-    "Sort these numbers from smallest to largest: {numbers}",
-    "Sort from smallest to largest: {numbers}",
-    "Sort in ascending order: {numbers}",
-    "Arrange these numbers in ascending order: {numbers}",
-    "Put these numbers in order: {numbers}",
-    "Put {numbers} in order.",
-    "Order these numbers from low to high: {numbers}",
-    "Can you sort {numbers}?",
-    "What is the sorted order of {numbers}?",
-    "Sort this list: [{numbers}]",
-)
-DESCENDING = (
-    "Sort these numbers from largest to smallest: {numbers}",
-    "Sort from largest to smallest: {numbers}",
-    "Sort in descending order: {numbers}",
-    "Arrange these numbers in descending order: {numbers}",
-    "Order these numbers from high to low: {numbers}",
-    "Sort {numbers} in descending order.",
-    "Sort {numbers} from largest to smallest.",
-)
-LARGEST = (
-    "What is the largest of {numbers}?",
-    "What is the largest number in {numbers}?",
-    "Which of these numbers is the largest: {numbers}?",
-    "Find the largest number: {numbers}",
-    "Find the maximum of {numbers}.",
-    "What is the maximum of {numbers}?",
-    "Which is the biggest: {numbers}?",
-)
-SMALLEST = (
-    "What is the smallest of {numbers}?",
-    "What is the smallest number in {numbers}?",
-    "Which of these numbers is the smallest: {numbers}?",
-    "Find the smallest number: {numbers}",
-    "Find the minimum of {numbers}.",
-    "What is the minimum of {numbers}?",
-    "Which is the lowest: {numbers}?",
-)
+TEXTS = texts("numbers")
 
 
 def comparison_steps(a: int, b: int) -> str:
@@ -109,10 +45,8 @@ def comparison(rng: random.Random) -> Example:
         b = a + 1
     larger = rng.random() < 0.5
     answer = str(max(a, b) if larger else min(a, b))
-    reply = f"{comparison_steps(a, b)}\nAnswer: {answer}"
-    problem = f"compare {min(a, b)} {max(a, b)}"
-    question = ask(rng, LARGER if larger else SMALLER, a=a, b=b)
-    return Example("comparison", question, reply, answer, problem, is_held_out(problem))
+    question = ask(rng, TEXTS["larger" if larger else "smaller"], a=a, b=b)
+    return worked("comparison", question, comparison_steps(a, b), answer, f"compare {min(a, b)} {max(a, b)}")
 
 
 def _list(rng: random.Random, count: int) -> tuple[list[int], str]:
@@ -129,19 +63,17 @@ def extreme(rng: random.Random) -> Example:
     numbers, text = _list(rng, rng.randrange(3, 8))
     largest = rng.random() < 0.5
     answer = str(max(numbers) if largest else min(numbers))
-    question = ask(rng, LARGEST if largest else SMALLEST, numbers=text)
-    problem = f"extreme {sorted(numbers)}"
-    return Example("largest or smallest", question, f"Answer: {answer}", answer, problem, is_held_out(problem))
+    question = ask(rng, TEXTS["largest" if largest else "smallest"], numbers=text)
+    return worked("largest or smallest", question, "", answer, f"extreme {sorted(numbers)}")
 
 
 def _sorting(rng: random.Random, task: str, counts: tuple[int, ...]) -> Example:
     numbers, text = _list(rng, rng.choice(counts))
     descending = rng.random() < 0.3
     answer = " ".join(map(str, sorted(numbers, reverse=descending)))
-    reply = f"{selection_steps(numbers, 'largest' if descending else 'smallest')}\nAnswer: {answer}"
-    question = ask(rng, DESCENDING if descending else ASCENDING, numbers=text)
-    problem = f"sort {sorted(numbers)}"
-    return Example(task, question, reply, answer, problem, is_held_out(problem))
+    steps = selection_steps(numbers, "largest" if descending else "smallest")
+    question = ask(rng, TEXTS["descending" if descending else "ascending"], numbers=text)
+    return worked(task, question, steps, answer, f"sort {sorted(numbers)}")
 
 
 TASKS = (

@@ -4,36 +4,18 @@ from __future__ import annotations
 
 import random
 
-from strata.train.tasks.example import Example, Task, is_held_out
-from strata.train.tasks.words import FOODS, NAMES, THINGS, listed
+from strata.train.tasks.example import Example, Task, worked
+from strata.train.tasks.words import FOODS, NAMES, THINGS, texts
 
-CITIES = listed(
-    "Athens Berlin Boston Cairo Delhi Dublin Geneva Hanoi Kyoto Lagos Lima Lisbon London Madrid Miami Moscow Nairobi "
-    "Oslo Paris Prague Quito Rome Seoul Sydney Tokyo Toronto Vienna Warsaw"
-)
-COLORS = listed("black blue brown gray green orange pink purple red white yellow")
-
-PRICE = ("What does the {key} cost?", "How much is the {key}?", "What is the price of the {key}?", "Price of {key}?")
-PRICE_KEY = ("Which item costs {value}?", "What can I buy for {value}?", "Which item has the price {value}?")
-AGE = ("How old is {key}?", "What is the age of {key}?", "What age is {key}?")
-AGE_KEY = ("Who is {value} years old?", "Who is {value}?", "Which person is {value} years old?")
-CITY = ("Where does {key} live?", "In which city does {key} live?", "What is the city of {key}?")
-CITY_KEY = ("Who lives in {value}?", "Who is from {value}?", "Which person lives in {value}?")
-COLOR = ("What is the color of the {key}?", "What color is the {key}?", "Which color does the {key} have?")
-COLOR_KEY = ("Which item is {value}?", "What is {value}?", "Which thing has the color {value}?")
-
-KINDS = (
-    ("item", "price", PRICE, PRICE_KEY),
-    ("name", "age", AGE, AGE_KEY),
-    ("name", "city", CITY, CITY_KEY),
-    ("item", "color", COLOR, COLOR_KEY),
-)
+TEXTS = texts("tables")
+# What a row is of, and what it says of that.
+KINDS = (("item", "price"), ("name", "age"), ("name", "city"), ("item", "color"))
 
 
 def _column(rng: random.Random, name: str, rows: int) -> list[str]:
     if name in ("price", "age"):
         return [str(n) for n in rng.sample(range(2, 100), rows)]
-    words = {"name": NAMES, "item": THINGS + FOODS, "city": CITIES, "color": COLORS}[name]
+    words = {"name": NAMES, "item": THINGS + FOODS, "city": TEXTS["cities"], "color": TEXTS["colors"]}[name]
     return rng.sample(words, rows)
 
 
@@ -60,7 +42,7 @@ def _down_to(rows: list[tuple[str, str]], key: str) -> str:
 
 def look_up(rng: random.Random) -> Example:
     """One entry of a two-column table, by its key or by its value, or the row with the extreme number."""
-    key_name, value_name, by_key, by_value = rng.choice(KINDS)
+    key_name, value_name = rng.choice(KINDS)
     count = rng.randrange(3, 8)
     rows = list(zip(_column(rng, key_name, count), _column(rng, value_name, count), strict=True))
     key, value = rng.choice(rows)
@@ -70,21 +52,18 @@ def look_up(rng: random.Random) -> Example:
         key, value = (max if largest else min)(rows, key=lambda row: int(row[1]))
         superlative = {"age": ("oldest", "youngest"), "price": ("most expensive", "cheapest")}[value_name][not largest]
         question = f"{'Who' if value_name == 'age' else 'Which item'} is the {superlative}?"
-        reply, answer = f"{value}\n{_down_to(rows, key)}\nAnswer: {key}", key
+        steps, answer = f"{value}\n{_down_to(rows, key)}", key
     elif draw < 0.65:
-        question = rng.choice(by_key).format(key=key)
-        reply, answer = f"{key}: {value}\nAnswer: {value}", value
+        question = rng.choice(TEXTS[value_name]).format(key=key)
+        steps, answer = f"{key}: {value}", value
     else:
-        question = rng.choice(by_value).format(value=value)
-        reply, answer = f"{_down_to(rows, key)}\nAnswer: {key}", key
+        question = rng.choice(TEXTS[f"{value_name}_key"]).format(value=value)
+        steps, answer = _down_to(rows, key), key
     table = _draw(rng, (key_name, value_name), rows)
     text = f"{question}\n{table}" if rng.random() < 0.3 else f"{table}\n{question}"
     if rng.random() < 0.3:
-        text = (
-            rng.choice(("Here is a table.\n", "Look at this table:\n", "Use the table.\n", "Given this list:\n")) + text
-        )
-    problem = f"table {sorted(rows)} {question}"
-    return Example("tables", text, reply, answer, problem, is_held_out(problem))
+        text = f"{rng.choice(TEXTS['leads'])}\n{text}"
+    return worked("tables", text, steps, answer, f"table {sorted(rows)} {question}")
 
 
 TASKS = (Task("tables", 6, look_up),)

@@ -6,13 +6,9 @@ import random
 from dataclasses import dataclass
 from decimal import Decimal
 
-from strata.train.tasks.arithmetic import (
-    division_held_out,
-    division_steps,
-    multiplication_held_out,
-    multiplication_steps,
-)
-from strata.train.tasks.example import Example, Task, ask, is_held_out
+from strata.train.tasks.arithmetic import division_steps, multiplication_steps, problem_of
+from strata.train.tasks.example import Example, Task, ask, is_held_out, worked
+from strata.train.tasks.words import texts
 
 
 @dataclass(frozen=True)
@@ -31,63 +27,12 @@ class Pair:
     factor: int
 
 
-def _unit(text: str) -> Unit:
-    symbol, singular, plural = text.split()
-    return Unit(symbol, singular, plural)
-
-
-KM, M = _unit("km kilometre kilometres"), _unit("m metre metres")
-DM, CM, MM = _unit("dm decimetre decimetres"), _unit("cm centimetre centimetres"), _unit("mm millimetre millimetres")
-T, KG, G, MG = (
-    _unit("t tonne tonnes"),
-    _unit("kg kilogram kilograms"),
-    _unit("g gram grams"),
-    _unit("mg milligram milligrams"),
+TEXTS = texts("units")
+UNITS = {unit.symbol: unit for unit in (Unit(*text.split("/")) for text in TEXTS["units"])}
+DECIMAL, WHOLE = (
+    [Pair(UNITS[large], UNITS[small], int(factor)) for large, factor, small in (one.split("/") for one in TEXTS[kind])]
+    for kind in ("decimal", "whole")
 )
-L, CL, ML = _unit("l litre litres"), _unit("cl centilitre centilitres"), _unit("ml millilitre millilitres")
-WEEK, DAY, HOUR = _unit("weeks week weeks"), _unit("days day days"), _unit("h hour hours")
-MINUTE, SECOND, YEAR = _unit("min minute minutes"), _unit("s second seconds"), _unit("years year years")
-MONTH, FOOT, INCH, YARD = (
-    _unit("months month months"),
-    _unit("ft foot feet"),
-    _unit("in inch inches"),
-    _unit("yd yard yards"),
-)
-EURO, CENT, DOZEN, PIECE = (
-    _unit("€ euro euros"),
-    _unit("ct cent cents"),
-    _unit("dozen dozen dozen"),
-    _unit("pieces piece pieces"),
-)
-
-DECIMAL = (
-    Pair(KM, M, 1000), Pair(M, CM, 100), Pair(M, MM, 1000), Pair(CM, MM, 10), Pair(M, DM, 10), Pair(DM, CM, 10),
-    Pair(KG, G, 1000), Pair(G, MG, 1000), Pair(T, KG, 1000), Pair(L, ML, 1000), Pair(L, CL, 100), Pair(CL, ML, 10),
-    Pair(EURO, CENT, 100),
-)  # fmt: skip
-WHOLE = (
-    Pair(HOUR, MINUTE, 60), Pair(MINUTE, SECOND, 60), Pair(DAY, HOUR, 24), Pair(WEEK, DAY, 7), Pair(YEAR, MONTH, 12),
-    Pair(FOOT, INCH, 12), Pair(YARD, FOOT, 3), Pair(DOZEN, PIECE, 12),
-)  # fmt: skip
-
-CONVERT = (
-    "Convert {value} {source} to {target}.",
-    "Convert {value} {source} to {target}.",
-    "Convert {value} {source} into {target}.",
-    "Convert {value} {source} in {target}.",
-    "What is {value} {source} in {target}?",
-    "How many {target} are {value} {source}?",
-    "How many {target} are in {value} {source}?",
-    "How many {target} is {value} {source}?",
-    "{value} {source} in {target}",
-    "{value} {source} to {target}",
-    "{value} {source} = ? {target}",
-    "Express {value} {source} in {target}.",
-    "Change {value} {source} to {target}.",
-    "I have {value} {source}. How many {target} is that?",
-    "Write {value} {source} in {target}.",
-)
-
 SPELLINGS = {"metre": "meter", "litre": "liter"}
 
 
@@ -173,13 +118,13 @@ def _whole(rng: random.Random) -> Conversion:
         steps = multiplication_steps(count, digit) if digit < 10 else multiplication_steps(digit, count)
         if pair.factor == 60:
             steps = f"{count} × 60 = {count} × 6 × 10\n{steps}\n{count * 6} × 10 = {total}"
-        held_out = multiplication_held_out(count, digit)
+        _, held_out = problem_of("×", count, digit)
         return Conversion(str(count), pair.large, str(total), pair.small, f"{_rule(pair)}\n{steps}", held_out)
     rest = total // 10 if pair.factor == 60 else total
     steps = division_steps(rest, digit) if digit < 10 else _multiples(pair.factor, count)
     if pair.factor == 60:
         steps = f"{total} ÷ 60 = {rest} ÷ 6\n{steps}"
-    held_out = digit < 10 and division_held_out(rest, digit)
+    _, held_out = problem_of("÷", rest, digit)
     return Conversion(str(total), pair.small, str(count), pair.large, f"{_rule(pair)}\n{steps}", held_out)
 
 
@@ -197,9 +142,9 @@ def conversion(rng: random.Random) -> Example:
     """The question for a conversion, and its steps."""
     made = any_conversion(rng)
     source, target = named_units(rng, made)
-    question = ask(rng, CONVERT, value=made.value, source=source, target=target)
+    question = ask(rng, TEXTS["convert"], value=made.value, source=source, target=target)
     answer = measured(made.result, made.target)
-    return Example("unit conversion", question, f"{made.steps}\nAnswer: {answer}", answer, made.problem, made.held_out)
+    return worked("unit conversion", question, made.steps, answer, made.problem, made.held_out)
 
 
 TASKS = (Task("unit conversion", 10, conversion),)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from strata.models.folder import BUILTIN_FOLDER
+from strata.train.data.shards import write_atomically
 from strata.train.tasks.example import BOUNDARY
 from strata.train.tasks.mixture import ExerciseDocument
 from strata.train.tasks.tool import listing
@@ -17,42 +18,6 @@ from strata.train.tasks.tool import listing
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 SYSTEM, USER, ASSISTANT, TOOL = "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"
 SPECIAL_TOKENS = (BEGIN, END, PAD, SYSTEM, USER, ASSISTANT, TOOL)
-
-CHAT_TEMPLATE = """\
-{{- bos_token }}
-{%- if tools %}
-    {{- '<|system|>Tools:' }}
-    {%- for tool in tools %}
-        {%- set function = tool['function'] %}
-        {%- set parameters = function['parameters'] or {} %}
-        {{- '\\n' + function['name'] + '(' }}
-        {%- for name, schema in (parameters['properties'] or {}).items() %}
-            {{- name + ('' if name in (parameters['required'] or []) else '?') + ': ' }}
-            {%- set values = schema['enum'] or schema['type'] or 'any' %}
-            {{- values if values is string else values | join('|') if values is iterable else 'any' }}
-            {{- '' if loop.last else ', ' }}
-        {%- endfor %}
-        {{- ')' + (': ' + function['description'] if function['description'] else '') }}
-    {%- endfor %}
-    {{- '<|end|>' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}
-        {{- raise_exception('roles are system, user, assistant and tool, got ' + message['role']) }}
-    {%- endif %}
-    {{- '<|' + message['role'] + '|>' + (message['content'] or '') }}
-    {%- for call in message['tool_calls'] or [] %}
-        {%- set arguments = call['function']['arguments'] %}
-        {{- '' if loop.first and not message['content'] else '\\n' }}
-        {{- '<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' }}
-        {{- (arguments if arguments is string else arguments | tojson) + '}\\n</tool_call>' }}
-    {%- endfor %}
-    {{- '<|end|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|assistant|>' }}
-{%- endif %}
-"""
 
 
 def make_tokenizer(documents: Iterable[ExerciseDocument], vocab_size: int) -> tokenizers.Tokenizer:
@@ -105,13 +70,8 @@ def write_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path, max_length: i
         "model_max_length": max_length,
     }
     generation = {f"{name}_token_id": id for name, id in ids.items()} | {"do_sample": False, "max_new_tokens": 512}
-    _write(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
-    _write(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")
-    _write(folder / "chat_template.jinja", CHAT_TEMPLATE)
-    _write(folder / "tokenizer.json", tokenizer.to_str(pretty=False))
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    for name, values in (("tokenizer_config", config), ("generation_config", generation)):
+        write_atomically(folder / f"{name}.json", (json.dumps(values, indent=2) + "\n").encode())
+    template = BUILTIN_FOLDER / "chat_template.jinja"
+    write_atomically(folder / template.name, template.read_bytes())
+    write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=False).encode())

@@ -14,11 +14,10 @@ from strata.kernels.optimizer.muon import muon_momentum, muon_update
 from strata.parallel.data_parallel import ParameterShard
 from strata.parallel.tensor import TensorSharding
 from strata.train.optimizer.adamw import AdamW
-from strata.train.optimizer.clip import clip_scale
 from strata.train.optimizer.config import OptimizerConfig
-from strata.train.optimizer.make import make_optimizer
+from strata.train.optimizer.make import ShardedOptimizer, make_optimizer
 from strata.train.optimizer.orthogonalize import orthogonalize
-from strata.train.optimizer.sharded_optimizer import ShardedOptimizer
+from strata.train.optimizer.sharded_optimizer import clip_scale
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

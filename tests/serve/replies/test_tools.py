@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strata.cli.serve_options import ToolCallFormat, tool_format
+from strata.models.folder import BUILTIN_FOLDER
 from strata.serve.http.errors import ApiError
 from strata.serve.replies.json_reader import MAX_DEPTH, is_json_object
 from strata.serve.replies.reply_parser import (
@@ -36,7 +37,6 @@ from strata.serve.replies.tools import (
 )
 from strata.text.messages import tools_for_template
 from strata.text.tokenizer import Tokenizer
-from strata.train.tasks.vocabulary import CHAT_TEMPLATE
 from tests.serve.conftest import BUILTIN
 from tests.serve.scripted import EOS, Serve, delta, scripted_server
 
@@ -396,4 +396,4 @@ def test_the_template_for_tools_tells_if_there_is_one(tmp_path: Path) -> None:
 
 
 def test_the_template_of_the_exercises_tells_as_well() -> None:
-    assert format_in_template(CHAT_TEMPLATE) == "hermes"
+    assert format_in_template((BUILTIN_FOLDER / "chat_template.jinja").read_text()) == "hermes"

@@ -21,15 +21,16 @@ import pytest
 import torch
 
 from strata.comm.launch import World
-from strata.train.checkpoints import folder, publication
+from strata.train.checkpoints import checkpointer as module
+from strata.train.checkpoints import folder
 from strata.train.checkpoints.checkpointer import Checkpointer
 from strata.train.checkpoints.folder import checkpoints, newest, read_state
 from strata.train.checkpoints.index import CorruptCheckpoint, Index
 from strata.train.checkpoints.reader import load
 from strata.train.checkpoints.state import StateShard
 from tests.parallel.ranks import run_ranks
+from tests.train.samples import ALONE
 
-ALONE = World(0, 0, 1, torch.device("cpu"), None)
 FEW, MANY = 60_000, 1_000_000
 RECIPE = {"run": {"seed": 3}, "data": {"files": ["a", "b"]}}
 
@@ -311,9 +312,9 @@ def steps_while_publishing(world: World, where: Path) -> dict[str, Any]:
     """Polls of two ranks while the first one's disk takes its time, and what they hear of what could not be removed."""
     warnings: list[str] = []
     checkpointer = Checkpointer(where / "checkpoints", world, keep=1, warn=warnings.append)
-    goes_on, publish = threading.Event(), publication.publish
-    publication.publish = lambda *args: (goes_on.wait(), publish(*args))[1]  # type: ignore[assignment]
-    publication.prune = lambda *args: _eio()  # type: ignore[assignment]
+    goes_on, publish = threading.Event(), module.publish
+    module.publish = lambda *args: (goes_on.wait(), publish(*args))[1]  # type: ignore[assignment]
+    module.prune = lambda *args: _eio()  # type: ignore[assignment]
     checkpointer.start(1, state_at(1), pieces_with(1, world.rank, world.size))
     while not checkpointer._is_handed_over:
         assert checkpointer.poll() is None

@@ -16,6 +16,7 @@ from strata.train.data.records import encode_record, kind_of
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenize
 from tests.train.data.test_data_records import TURNS
+from tests.train.samples import sample, template, write_lines
 
 
 def wanted(tokenizer: Tokenizer, document: Document) -> str:
@@ -35,38 +36,30 @@ def test_assistant_turns_and_their_ends_are_wanted(tokenizer: Tokenizer) -> None
 
 
 def test_what_a_template_writes_after_the_end_does_not_count(folder: Path) -> None:
-    template = (
-        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-    )
-    with Tokenizer.load(folder, template) as tokenizer:
+    written = template("\n{{ m.content }}", prompt="<|assistant|>\n").replace("<|end|>", "<|end|>\n")
+    with Tokenizer.load(folder, written) as tokenizer:
         (document,) = encode_chat(tokenizer, TURNS)
         assert wanted(tokenizer, document) == "brown fox<|end|>dog<|end|>"
 
 
 def test_a_template_that_rewrites_earlier_turns_gives_a_document_a_turn(folder: Path) -> None:
     """Reasoning is shown in the last turn only, as Qwen3's template does."""
-    template = (
-        "{% for m in messages %}<|{{ m.role }}|>"
-        "{% if m.thinking and loop.last %}({{ m.thinking }}){% endif %}{{ m.content }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
     turns = [turn | {"thinking": "hm"} if turn["role"] == "assistant" else turn for turn in TURNS]
-    with Tokenizer.load(folder, template) as tokenizer:
+    shown = template("{% if m.thinking and loop.last %}({{ m.thinking }}){% endif %}{{ m.content }}")
+    with Tokenizer.load(folder, shown) as tokenizer:
         first, second = encode_chat(tokenizer, turns)
         assert wanted(tokenizer, first) == "(hm)brown fox<|end|>"
         assert wanted(tokenizer, second) == "(hm)dog<|end|>"
         assert second.tokens.tolist()[: len(tokenizer.encode_chat(turns[:4]))] == tokenizer.encode_chat(turns[:4])
         assert "hm" not in tokenizer.decode(second.tokens[~second.loss_mask].tolist())
+        for context, left in ((2, second), (4, first)):
+            marked = [turn | ({"weight": 0} if at == context else {}) for at, turn in enumerate(turns)]
+            assert same(encode_record(tokenizer, "chat", {"messages": marked}), [left])
 
 
 def test_a_template_without_its_own_generation_prompt_is_refused(folder: Path) -> None:
-    template = (
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}now you speak: {% endif %}"
-    )
     with (
-        Tokenizer.load(folder, template) as tokenizer,
+        Tokenizer.load(folder, template(prompt="now you speak: ")) as tokenizer,
         pytest.raises(ValueError, match=r"does not write messages\[2\] after its own generation prompt"),
     ):
         encode_chat(tokenizer, TURNS)
@@ -96,12 +89,8 @@ def test_a_turn_that_says_nothing_is_read_and_not_learned(tokenizer: Tokenizer, 
 
 @pytest.mark.parametrize("said", [{"tool_calls": [{"name": "jump"}]}, {"reasoning": "hm"}, {"refusal": "no"}])
 def test_a_turn_without_content_that_says_something_is_learned(folder: Path, said: dict[str, object]) -> None:
-    template = (
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.thinking }}{{ m.content }}"
-        "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    with Tokenizer.load(folder, template) as tokenizer:
+    calls = "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+    with Tokenizer.load(folder, template("{{ m.thinking }}{{ m.content }}" + calls)) as tokenizer:
         (document,) = encode_chat(tokenizer, [TURNS[1], {"role": "assistant", "content": None, **said}])
         shown = {"tool_calls": '{"name": "jump", "arguments": {}}', "reasoning": "hm", "refusal": "no"}
         assert wanted(tokenizer, document) == shown[next(iter(said))] + "<|end|>"
@@ -187,7 +176,7 @@ def test_an_array_holds_what_lines_hold(
     folder: Path, tmp_path: Path, bytes_per_shard: int, indent: int | None, mark: bytes
 ) -> None:
     lines, array = tmp_path / "a.jsonl", tmp_path / "b.json"
-    lines.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_lines(lines, ROWS)
     array.write_bytes(mark + f" {json.dumps(ROWS, indent=indent, ensure_ascii=False)}\n".encode())
     tokenize([lines], folder, tmp_path / "lines")
     index = tokenize([array], folder, tmp_path / "array", bytes_per_shard=bytes_per_shard, workers=1)
@@ -195,7 +184,7 @@ def test_an_array_holds_what_lines_hold(
     one, other = TokenDataset(tmp_path / "lines"), TokenDataset(tmp_path / "array")
     assert one.samples == other.samples == len(ROWS)
     for number in range(len(ROWS)):
-        assert same(list(one.sample(number)), list(other.sample(number)))
+        assert same(list(sample(one, number)), list(sample(other, number)))
 
 
 def test_of_a_folder_arrays_are_rows_and_other_json_is_no_data(folder: Path, tmp_path: Path) -> None:

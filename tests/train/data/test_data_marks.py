@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from strata.train.data.calibration import file_samples
 from strata.train.data.preview import preview
 from strata.train.data.tokenize import tokenize
 from tests.train.data.test_data_records import TURNS, read
+from tests.train.samples import template, write_lines
 
 ROLES = {"system": "system", "user": "human", "assistant": "gpt"}
 
@@ -56,19 +56,6 @@ def test_a_turn_marked_as_not_to_be_learned_is_context(tokenizer: Tokenizer, mar
             assert read(tokenizer, {"messages": marked(at, **{mark: value})}) == [(text, both)]
 
 
-def test_a_template_that_rewrites_earlier_turns_shows_each_learned_turn_as_generation_had_it(folder: Path) -> None:
-    template = (
-        "{% for m in messages %}<|{{ m.role }}|>"
-        "{% if m.thinking and loop.last %}({{ m.thinking }}){% endif %}{{ m.content }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    turns = [turn | ({"thinking": "hm"} if turn["role"] == "assistant" else {}) for turn in TURNS]
-    with Tokenizer.load(folder, template) as tokenizer:
-        one, other = read(tokenizer, {"messages": turns})
-        assert read(tokenizer, {"messages": [*turns[:2], turns[2] | {"weight": 0}, *turns[3:]]}) == [other]
-        assert read(tokenizer, {"messages": [*turns[:4], turns[4] | {"weight": 0}]}) == [one]
-
-
 def test_the_first_turn_may_be_the_assistants_if_it_is_context(tokenizer: Tokenizer) -> None:
     opening = {"role": "assistant", "content": "quick!", "weight": 0}
     ((text, learned),) = read(tokenizer, {"messages": [opening, *TURNS[1:3]]})
@@ -79,8 +66,7 @@ def test_the_first_turn_may_be_the_assistants_if_it_is_context(tokenizer: Tokeni
 def test_a_chat_without_a_learned_turn_is_left_out(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     silent = [turn | ({"weight": 0} if turn["role"] == "assistant" else {}) for turn in TURNS]
     assert read(tokenizer, {"messages": silent}) == []
-    file = tmp_path / "a.jsonl"
-    file.write_text("".join(json.dumps({"messages": one}) + "\n" for one in (silent, TURNS)))
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": silent}, {"messages": TURNS}])
     (shard,) = tokenize([file], folder, tmp_path / "out").shards
     assert (shard.documents, shard.left_out) == (1, 1)
     assert len(file_samples(file, tokenizer, 9, 64)) == 1
@@ -151,17 +137,13 @@ def test_keys_that_are_null_or_that_the_template_reads_are_taken(folder: Path, t
         assert (
             read(tokenizer, {"messages": TURNS, mark: 1}) == read(tokenizer, {"messages": TURNS, mark: None}) == plain
         )
-    template = (
-        "{% for m in messages %}<|{{ m.role }}|>{{ m['colour'] }}{{ m.content }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    naming = template.replace("{{ m.content }}", "{{ m.content }}{{ colour }}{% for colour in [] %}{% endfor %}")
+    naming = template("{{ m.content }}{{ colour }}{% for colour in [] %}{% endfor %}")
     with (
-        Tokenizer.load(folder, naming.replace("{{ m['colour'] }}", "")) as other,  # of a variable, not of a field
+        Tokenizer.load(folder, naming) as other,  # of a variable, not of a field
         pytest.raises(ValueError, match="the key 'colour' is unknown"),
     ):
         read(other, {"messages": marked(4, colour="red ")})
-    with Tokenizer.load(folder, template) as reading:
+    with Tokenizer.load(folder, template("{{ m['colour'] }}{{ m.content }}")) as reading:
         assert read(reading, {"messages": marked(4, colour="red ")})[0][1].endswith("red dog<|end|>")
 
 
@@ -171,11 +153,6 @@ SHOWN_TURNS = [
     {"role": "user", "content": "lazy [bold]?"},
     {"role": "assistant", "content": "größer 東京"},
 ]
-
-
-def lines(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def shown(paths: list[Path], folder: Path, *, terminal: bool = False, **options: Any) -> str:
@@ -192,7 +169,7 @@ def learned(text: str) -> list[str]:
 
 @pytest.fixture
 def chats(tmp_path: Path) -> Path:
-    return lines(tmp_path / "chats.jsonl", [{"messages": SHOWN_TURNS}] * 5)
+    return write_lines(tmp_path / "chats.jsonl", [{"messages": SHOWN_TURNS}] * 5)
 
 
 def test_learned_tokens_are_marked_and_the_text_is_whole(folder: Path, chats: Path) -> None:
@@ -213,23 +190,25 @@ def test_learned_tokens_are_marked_and_the_text_is_whole(folder: Path, chats: Pa
 
 def test_as_many_rows_as_asked_for(folder: Path, chats: Path, tmp_path: Path) -> None:
     assert [row.where for row in preview([chats], folder, rows=2)] == [f"{chats}, line {at}" for at in (1, 2)]
-    more = lines(tmp_path / "more.jsonl", [{"prompt": "a", "completion": "b"}])
+    more = write_lines(tmp_path / "more.jsonl", [{"prompt": "a", "completion": "b"}])
     assert len(list(preview([chats, more], folder, rows=9))) == 6
 
 
 def test_preferences_and_rows_that_are_left_out_say_what_they_are(folder: Path, tmp_path: Path) -> None:
-    pairs = lines(tmp_path / "pairs.jsonl", [{"prompt": "quick?", "chosen": "brown fox", "rejected": "no"}])
+    pairs = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "quick?", "chosen": "brown fox", "rejected": "no"}])
     text = shown([pairs], folder)
     assert [one.removesuffix("<|end|>") for one in learned(text)] == ["brown fox", "no"]
     assert text.index("chosen") < text.index("brown fox") < text.index("rejected") < text.index("{+no")
-    silent = lines(tmp_path / "silent.jsonl", [{"messages": SHOWN_TURNS[:2]}, {"messages": SHOWN_TURNS}])
+    silent = write_lines(tmp_path / "silent.jsonl", [{"messages": SHOWN_TURNS[:2]}, {"messages": SHOWN_TURNS}])
     assert "left out" in shown([silent], folder, rows=1)
     assert "left out" in shown([pairs], folder, longest=2)
     assert "left out" not in shown([pairs], folder)
 
 
 def test_long_parts_are_cut_in_their_middle(folder: Path, tmp_path: Path) -> None:
-    rows = lines(tmp_path / "long.jsonl", [{"prompt": "one " * 9000, "completion": "two" + " dog" * 9000 + " end"}])
+    rows = write_lines(
+        tmp_path / "long.jsonl", [{"prompt": "one " * 9000, "completion": "two" + " dog" * 9000 + " end"}]
+    )
     text = shown([rows], folder)
     assert len(text) < 5000
     (one,) = learned(text)
@@ -238,7 +217,7 @@ def test_long_parts_are_cut_in_their_middle(folder: Path, tmp_path: Path) -> Non
 
 
 def test_control_characters_are_shown_and_not_obeyed(folder: Path, tmp_path: Path) -> None:
-    rows = lines(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "\x1b]0;title\x07 \x9b2J\r"}])
+    rows = write_lines(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "\x1b]0;title\x07 \x9b2J\r"}])
     text = shown([rows], folder)
     assert not {"\x1b", "\x07", "\x9b", "\r"} & set(text)
     assert r"\x1b]0;title" in text
@@ -268,7 +247,7 @@ def test_the_command_writes_nothing(folder: Path, chats: Path, tmp_path: Path, m
 
 
 def test_what_is_wrong_is_told_as_without_a_preview(folder: Path, chats: Path, tmp_path: Path) -> None:
-    wrong = lines(tmp_path / "wrong.jsonl", [{"messages": [SHOWN_TURNS[0], SHOWN_TURNS[1] | {"weight": 3}]}])
+    wrong = write_lines(tmp_path / "wrong.jsonl", [{"messages": [SHOWN_TURNS[0], SHOWN_TURNS[1] | {"weight": 3}]}])
     for arguments, message in (
         ([str(wrong), "--preview"], "wrong.jsonl, line 1: messages[1]: weight = 3 is not supported"),
         ([str(chats)], "--out"),

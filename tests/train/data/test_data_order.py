@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import Counter
@@ -17,11 +16,12 @@ from strata.models.config import config_from_dict
 from strata.text.tokenizer import Tokenizer
 from strata.train.data.loader import DataPosition, Loader, Step, check_data, prefetch
 from strata.train.data.mixture import BLOCK, Mixture
-from strata.train.data.packing import best_fit
+from strata.train.data.pack import best_fit
 from strata.train.data.permutation import mixed, permuted
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenize
 from tests.train.conftest import SMALL
+from tests.train.samples import sample, write_lines
 
 WORDS = ["quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "packs", "five", "dozen", "jugs"]
 
@@ -34,7 +34,7 @@ def datasets(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Tok
         draw = np.random.default_rng(seed)
         out = tmp_path_factory.mktemp("data")
         lines = [{"text": " ".join(draw.choice(WORDS, draw.integers(1, 16)))} for _ in range(count)]
-        (out / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(out / "a.jsonl", lines)
         tokenize([out / "a.jsonl"], folder, out / "shards", bytes_per_shard=700)
         made.append(TokenDataset(out / "shards"))
     return made
@@ -178,7 +178,7 @@ def test_ranks_and_resuming_do_not_change_what_a_step_has(datasets: list[TokenDa
 def test_a_batch_is_its_documents_apart(datasets: list[TokenDataset]) -> None:
     (step,) = steps(datasets, 1, 0, 1)
     for batch, samples in zip(step.batches, ids(step), strict=True):
-        documents = [datasets[dataset].sample(number)[0] for _, dataset, number in samples]
+        documents = [sample(datasets[dataset], number)[0] for _, dataset, number in samples]
         assert len(batch.tokens) <= 64
         assert batch.lengths.tolist() == [len(document.tokens) for document in documents]
         assert batch.positions.tolist() == [at for document in documents for at in range(len(document.tokens))]

@@ -13,6 +13,7 @@ from strata.train.data.encoding import Document
 from strata.train.data.records import encode_record, kind_of
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenize
+from tests.train.samples import sample, template, write_lines
 
 SYSTEM = {"role": "system", "content": "the box"}
 ASKS, ANSWERS = {"role": "user", "content": "quick?"}, {"role": "assistant", "content": "brown fox"}
@@ -84,14 +85,10 @@ def test_sharegpt_is_the_chat_that_it_says(tokenizer: Tokenizer) -> None:
 
 
 def test_results_of_tools_are_read_and_not_learned(folder: Path) -> None:
-    template = (
-        "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
     result = {"from": "tool", "value": "five"}
     record = {"conversations": [*SHARED[1:3], result, SHARED[4]]}
-    with Tokenizer.load(folder, template) as tokenizer:
+    offered = "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"
+    with Tokenizer.load(folder, template(before=offered)) as tokenizer:
         ((text, wanted),) = read(tokenizer, record)
         assert "tool" in text
         assert "five" in text
@@ -166,12 +163,8 @@ def test_fields_beside_those_of_a_shape(tokenizer: Tokenizer, record: dict[str, 
 
 def test_variables_of_the_template_stand_beside_a_conversation(folder: Path) -> None:
     """As TRL takes them: Qwen3's template opens a turn otherwise where thinking is off."""
-    template = (
-        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and quiet %}(){% endif %}"
-        "{{ m.content }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% if quiet %}(){% endif %}{% endif %}"
-    )
-    with Tokenizer.load(folder, template) as tokenizer:
+    turn = "{% if m.role == 'assistant' and quiet %}(){% endif %}{{ m.content }}"
+    with Tokenizer.load(folder, template(turn, prompt="<|assistant|>{% if quiet %}(){% endif %}")) as tokenizer:
         ((text, wanted),) = read(tokenizer, {"messages": TURNS[1:3], "chat_template_kwargs": {"quiet": True}})
         assert "()brown" in text
         assert wanted == "brown fox<|end|>"
@@ -209,12 +202,7 @@ def test_parquet_has_no_more_fields_in_an_object_than_were_given(folder: Path, t
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow.parquet import write_table
 
-    template = (
-        "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for call in m.tool_calls or [] %}"
-        "{{ call.function.arguments | tojson }}{% endfor %}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
+    turn = "{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}"
 
     def tool(name: str) -> dict[str, Any]:
         return {"type": "function", "function": {"name": name, "parameters": {"properties": {name: {"type": "null"}}}}}
@@ -226,33 +214,29 @@ def test_parquet_has_no_more_fields_in_an_object_than_were_given(folder: Path, t
     (folder_of_template := tmp_path / "tokenizer").mkdir()
     for file in folder.iterdir():
         (folder_of_template / file.name).write_bytes(file.read_bytes())
-    (folder_of_template / "chat_template.jinja").write_text(template)
+    (folder_of_template / "chat_template.jinja").write_text(
+        template(turn, before="{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}")
+    )
     rows = [row("fox"), row("dog"), {"messages": TURNS, "tools": None}]
     write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    write_lines(tmp_path / "a.jsonl", rows)
     made = [tmp_path / "parquet", tmp_path / "lines"]
     tokenize([tmp_path / "a.parquet"], folder_of_template, made[0])
     tokenize([tmp_path / "a.jsonl"], folder_of_template, made[1])
     one, other = map(TokenDataset, made)
     for number in range(len(rows)):
-        assert one.sample(number)[0].tokens.tolist() == other.sample(number)[0].tokens.tolist()
+        assert sample(one, number)[0].tokens.tolist() == sample(other, number)[0].tokens.tolist()
 
 
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (
-            {"conversations": [{"from": "bing", "value": "a"}]},
-            r"conversations\[0\]: from = 'bing' is unknown; accepted",
-        ),
+        ({"conversations": [{"from": "bing", "value": "a"}]}, r"conversations\[0\]: from = 'bing' is unknown"),
         ({"conversations": "a"}, "'conversations' must be a list of messages, got 'a'"),
         ({"messages": [ASKS, "a"]}, r"messages\[1\] must have 'role' and 'content', or 'from' and 'value', got 'a'"),
         ({"system": "a", "prompt": "a", "completion": "b"}, "'system' is for a chat template, and texts are learned"),
         ({"tools": "[]", "prompt": "a", "completion": "b"}, "'tools' is for a chat template, and texts are learned"),
-        (
-            {"messages": TURNS, "functions": [{"name": "f"}]},
-            "'functions' is not supported: that is the older form, use",
-        ),
+        ({"messages": TURNS, "functions": [{"name": "f"}]}, "'functions' is not supported: that is the older form"),
         ({"messages": TURNS, "rejected_response": "no"}, "'rejected_response' is not supported: give preferences as"),
         ({"prompt": "a", "completion": [ANSWERS]}, "'prompt' must be a list of messages, got 'a'"),
         ({"prompt": "a", "completion": "b", "label": False}, "a chat with a 'label' is no example to follow"),
@@ -274,10 +258,7 @@ def test_parquet_has_no_more_fields_in_an_object_than_were_given(folder: Path, t
         (ALPACA | {"history": [["one"]]}, r"history\[0\] must be a prompt and its response, two texts, got \['one'\]"),
         (ALPACA | {"history": "one"}, "'history' must be a list of prompts with their responses, got 'one'"),
         (ALPACA | {"kto_tag": False}, "'kto_tag'"),
-        (
-            {"question": "a"},
-            "the record has the fields question; accepted are: instruction, output; messages; chosen, ",
-        ),
+        ({"question": "a"}, "the record has the fields question; accepted are: instruction, output; messages; chosen"),
     ],
 )
 def test_records_that_cannot_be_used(tokenizer: Tokenizer, record: dict[str, Any], message: str) -> None:
@@ -288,10 +269,10 @@ def test_records_that_cannot_be_used(tokenizer: Tokenizer, record: dict[str, Any
 def test_a_file_may_mix_shapes_of_one_kind_and_no_kinds(folder: Path, tmp_path: Path) -> None:
     records = [{"messages": TURNS}, {"conversations": SHARED}, {"prompt": "a", "completion": "b"}, {"text": "a"}]
     file = tmp_path / "a.jsonl"
-    file.write_text("".join(json.dumps(one) + "\n" for one in records[:3]))
+    write_lines(file, records[:3])
     assert tokenize([file], folder, tmp_path / "good").kind == "chat"
     assert TokenDataset(tmp_path / "good").samples == 3
-    file.write_text("".join(json.dumps(one) + "\n" for one in records))
+    write_lines(file, records)
     with pytest.raises(
         ValueError,
         match=r"a\.jsonl, line 4: the record has the fields text; accepted are: instruction, output; mess",

@@ -6,7 +6,6 @@ import json
 import random
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,17 +20,13 @@ from strata.train.data.encoding import encode_text, last_cut, text_ids
 from strata.train.data.shards import TokenDataset
 from strata.train.data.sources import file_ranges, read_text
 from strata.train.data.tokenize import tokenize
+from tests.train.samples import sample, write_lines
 
 WORDS = ["one two", "three", "größer 東京 🙂", "a much longer text with many more words " * 5, "end"]
 
 
-def jsonl(path: Path, records: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
-
-
 def texts(dataset: TokenDataset, tokenizer: Tokenizer) -> list[str]:
-    return [tokenizer.decode(dataset.sample(number)[0].tokens.tolist()) for number in range(dataset.samples)]
+    return [tokenizer.decode(sample(dataset, number)[0].tokens.tolist()) for number in range(dataset.samples)]
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +38,13 @@ def loaded(folder: Path) -> Tokenizer:
 def test_every_line_is_in_exactly_one_shard(
     folder: Path, loaded: Tokenizer, tmp_path: Path, bytes_per_shard: int
 ) -> None:
-    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
+    file = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
     index = tokenize([file], folder, tmp_path / "out", bytes_per_shard=bytes_per_shard)
     dataset = TokenDataset(tmp_path / "out")
     assert texts(dataset, loaded) == WORDS
     expected = [encode_text(loaded, text) for text in WORDS]
     for number, document in enumerate(expected):
-        (read,) = dataset.sample(number)
+        (read,) = sample(dataset, number)
         assert np.array_equal(read.tokens, document.tokens)
         assert np.array_equal(read.loss_mask, document.loss_mask)
         assert read.tokens[-1] == loaded.eos_ids[0]
@@ -82,7 +77,7 @@ def test_parquet_without_pyarrow_says_what_to_install(
 
 
 def test_processes_and_a_stopped_run_change_nothing(folder: Path, tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
+    file = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
     alone = tokenize([file], folder, tmp_path / "alone", bytes_per_shard=100)
     seen: list[tuple[int, int]] = []
     together = tokenize(
@@ -103,7 +98,7 @@ def test_processes_and_a_stopped_run_change_nothing(folder: Path, tmp_path: Path
 
 
 def test_a_damaged_shard_is_named_and_skipped_only_if_asked(folder: Path, loaded: Tokenizer, tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
+    file = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
     tokenize([file], folder, tmp_path / "out", bytes_per_shard=30)
     whole = TokenDataset(tmp_path / "out")
     path = tmp_path / "out/shard-00000.tokens.npy"
@@ -127,7 +122,7 @@ def test_a_damaged_shard_is_named_and_skipped_only_if_asked(folder: Path, loaded
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux shows them")
 def test_shards_are_mapped_without_keeping_files_open(folder: Path, tmp_path: Path) -> None:
     """A process may have 1024 files open, and the shards of a large dataset are more."""
-    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
+    file = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
     tokenize([file], folder, tmp_path / "out", bytes_per_shard=1)
     before = len(list(Path("/proc/self/fd").iterdir()))
     dataset = TokenDataset(tmp_path / "out")
@@ -136,10 +131,10 @@ def test_shards_are_mapped_without_keeping_files_open(folder: Path, tmp_path: Pa
 
 
 def test_long_text_is_split_and_long_chats_are_left_out(folder: Path, loaded: Tokenizer, tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
+    file = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
     tokenize([file], folder, tmp_path / "text", longest=16)
     dataset = TokenDataset(tmp_path / "text")
-    parts = [dataset.sample(number)[0] for number in range(dataset.samples)]
+    parts = [sample(dataset, number)[0] for number in range(dataset.samples)]
     assert max(len(part.tokens) for part in parts) == 16 == dataset.longest
     whole = [id for text in WORDS for id in encode_text(loaded, text).tokens]
     assert [id for part in parts for id in part.tokens] == whole
@@ -148,7 +143,7 @@ def test_long_text_is_split_and_long_chats_are_left_out(folder: Path, loaded: To
         {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}]}
         for text in ("yes", "no " * 40)
     ]
-    index = tokenize([jsonl(tmp_path / "c.jsonl", chats)], folder, tmp_path / "chat", longest=16)
+    index = tokenize([write_lines(tmp_path / "c.jsonl", chats)], folder, tmp_path / "chat", longest=16)
     assert (index.kind, index.shards[0].documents, index.shards[0].left_out) == ("chat", 1, 1)
 
 
@@ -159,10 +154,7 @@ def test_long_text_is_split_and_long_chats_are_left_out(folder: Path, loaded: To
         ("\n\n", "no records"),
         ('{"text": "a"}\n{"text": 3}\n', r"line 2: 'text' must be a text, got 3"),
         ('{"text": "a"}\n[1]\n', "line 2: the line must be a JSON object"),
-        (
-            '{"text": "a"}\n{"text\n',
-            r"a\.jsonl, line 2, column 2: not JSON: .*; correct or remove the line",
-        ),
+        ('{"text": "a"}\n{"text\n', r"a\.jsonl, line 2, column 2: not JSON: .*; correct or remove the line"),
         ('{"body": "a"}\n', r"line 1: the record has the fields body; accepted are: instruction, output; messages; "),
         ('{"messages": [{"role": "user", "content": "a"}]}\n', "no assistant turn"),
     ],
@@ -200,12 +192,12 @@ def test_what_is_no_json_is_named_by_line_and_column(folder: Path, tmp_path: Pat
 
 
 def test_corrected_data_replaces_a_plan_without_shards(folder: Path, tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", [{"text": 3}])
+    file = write_lines(tmp_path / "a.jsonl", [{"text": 3}])
     with pytest.raises(ValueError, match="'text' must be a text"):
         tokenize([file], folder, tmp_path / "out")
-    jsonl(file, [{"text": "three"}])
+    write_lines(file, [{"text": "three"}])
     assert tokenize([file], folder, tmp_path / "out").shards[0].documents == 1
-    jsonl(file, [{"text": "four and more"}])
+    write_lines(file, [{"text": "four and more"}])
     with pytest.raises(ValueError, match="made with other files and pieces; choose another folder, or remove it"):
         tokenize([file], folder, tmp_path / "out")
 
@@ -221,7 +213,7 @@ def test_unknown_and_missing_files(folder: Path, tmp_path: Path) -> None:
 def test_a_worker_without_room_says_so_and_the_same_command_goes_on(folder: Path, tmp_path: Path) -> None:
     """The limit on the size of files stands for a full disk; it holds for the processes that this one starts."""
     resource = pytest.importorskip("resource")
-    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in WORDS] * 100)
+    file = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in WORDS] * 100)
     options = {"bytes_per_shard": file.stat().st_size // 2 + 1, "workers": 2}
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
@@ -235,7 +227,7 @@ def test_a_worker_without_room_says_so_and_the_same_command_goes_on(folder: Path
 
 def test_an_index_that_was_not_written_so_is_refused(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    tokenize([jsonl(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])], folder, out)
+    tokenize([write_lines(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])], folder, out)
     written = json.loads((out / "index.json").read_text())
     (shard,) = written["shards"]
     for change, message in (
@@ -383,7 +375,7 @@ def test_documents_do_not_depend_on_parts_and_shards(
     whole, parts = TokenDataset(tmp_path / "whole"), TokenDataset(out)
     assert (parts.samples, parts.tokens, parts.longest) == (whole.samples, whole.tokens, whole.longest)
     for number in range(whole.samples):
-        (one,), (other,) = whole.sample(number), parts.sample(number)
+        (one,), (other,) = sample(whole, number), sample(parts, number)
         assert np.array_equal(one.tokens, other.tokens)
         assert np.array_equal(one.loss_mask, other.loss_mask)
     assert seen == sorted(seen)

@@ -21,13 +21,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strata.comm.launch import World
-from strata.comm.mesh import Axis, Mesh
+from strata.comm.mesh import Mesh
 from strata.comm.observer import CollectiveCall
+from strata.train.data.loader import DataPosition, Position, Step
 from strata.train.faults.config import FaultsConfig
 from strata.train.faults.guard import LossGuard, StepVerdict, VerdictKind
-from strata.train.faults.hang import HUNG, HangWatch
+from strata.train.faults.hang import HUNG
 from strata.train.faults.hang_diagnosis import Heartbeat, diagnose
 from strata.train.faults.stragglers import ComputeClock, Stragglers
+from strata.train.meter import Meter
+from strata.train.predict.flops import StepFlops
 from tests.parallel.ranks import run_ranks
 from tests.train.fault_ranks import HANG_SECONDS
 
@@ -169,21 +172,6 @@ def test_every_sample_is_trained_on_or_left_out_once(run: list[tuple[float, floa
     assert (left_out > 0) == any(one.kind is VerdictKind.ROLLBACK for one in verdicts)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("non_finite", "ignore", "faults.non_finite = 'ignore' must be one of skip, stop"),
-        ("spike", "skip", "faults.spike = 'skip' must be one of ignore, report, rollback"),
-        ("spike_window", 4, "faults.spike_window = 4 must be at least 8"),
-        ("max_skipped", -1, "faults.max_skipped = -1 must be at least 0"),
-        ("spike_sigma", math.nan, "faults.spike_sigma = nan must be positive and finite"),
-    ],
-)
-def test_wrong_values_are_refused(field: str, value: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        FaultsConfig(**{field: value})  # type: ignore[arg-type]
-
-
 SHARD = (0, 1, 2, 3)
 NOW = 1000.0
 
@@ -302,30 +290,18 @@ def test_a_frozen_rank_is_named_by_one_that_lives(tmp_path: Path) -> None:
     assert time.monotonic() - begun < 200  # in which three ranks import torch
 
 
-@pytest.mark.parametrize("seconds", [0.5, -1.0])
-def test_a_time_too_short_to_tell_is_refused(seconds: float) -> None:
-    with pytest.raises(ValueError, match=rf"faults.hang_seconds = {seconds} must be at least 1, or 0"):
-        FaultsConfig(hang_seconds=seconds)
-
-
 CONFIG = FaultsConfig(straggler_share=0.1, straggler_intervals=2)
 
 
 def test_a_rank_is_slow_after_several_intervals_in_a_row() -> None:
-    stragglers = Stragglers(CONFIG, Axis("dp", 4, 0, (0, 1, 2, 3), None))
+    stragglers = Stragglers(CONFIG, 4)
     first = stragglers.judge([1.0, 1.0, 1.3, 1.05], 2.0)
-    assert (first.rank, first.seconds, first.median, first.slow, first.line) == (2, 1.3, 1.025, (), "")
+    assert (first.rank, first.line) == (2, "")
     assert first.share == pytest.approx(0.275 / 2)
     second = stragglers.judge([1.0, 1.0, 1.2, 1.0], 2.0)
-    assert second.slow == (2,)
     assert second.line == "slower than the median of 1000.0 ms a step for 2 intervals: rank 2 1200.0 ms (+20%)"
-    assert stragglers.judge([1.0, 1.0, 1.0, 1.0], 2.0).slow == ()
-    assert stragglers.judge([1.0, 1.0, 1.2, 1.0], 2.0).slow == ()
-
-
-def test_one_process_is_never_slow() -> None:
-    alone = Stragglers(CONFIG, Mesh.of(World(0, 0, 1, torch.device("cpu"), None), {}).axis("dp"))
-    assert [alone.report([2.0, 3.0, 9.0], 9.0).slow for _ in range(4)] == [()] * 4
+    assert stragglers.judge([1.0, 1.0, 1.0, 1.0], 2.0).line == ""
+    assert stragglers.judge([1.0, 1.0, 1.2, 1.0], 2.0).line == ""
 
 
 def test_what_is_recorded_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,31 +326,28 @@ def test_what_is_recorded_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock.take() == [2.0]
 
 
-def three(world: World, folder: Path) -> dict[str, Any]:
-    """Rank 1 computes longer in two intervals of three steps; and what a watch counts of the exchanges."""
-    with HangWatch(world, folder / "faults", 60.0) as watch:
-        axis = Mesh.of(watch.world, {"dp": world.size}).axis("dp")
-        clock, stragglers = ComputeClock(world.device), Stragglers(CONFIG, axis)
-        lines = []
-        for interval in range(2):
-            for step in range(3):
-                watch.at(3 * interval + step + 1, "forward")
-                clock.begin()
-                time.sleep(0.24 if world.rank == 1 else 0.06)
-                clock.end()
-            found = stragglers.report(clock.take(), 0.2)
-            lines.append([found.rank, list(found.slow), found.line])
-        call = watch.started("all_gather", axis.name, axis.ranks, 8)
-        return {"lines": lines, "left": clock.take(), "next": [call.axis, call.number]}
+def three(world: World, folder: Path) -> list[Any]:
+    """Rank 1 computes longer in two intervals of three steps."""
+    axis = Mesh.of(world, {"dp": world.size}).axis("dp")
+    clock = ComputeClock(world.device)
+    meter = Meter(CONFIG, axis, world.size, world.device, clock)
+    lines = []
+    for interval in (1, 2):
+        for _ in range(3):
+            clock.begin()
+            time.sleep(0.24 if world.rank == 1 else 0.06)
+            clock.end()
+            meter.count(Step([], DataPosition(), 0, 1.0), StepFlops())
+        values, about_ranks = meter.line(Position(step=3 * interval), 1e-3)
+        lines.append([values["slowest_rank"], values["slowest_share"], about_ranks])
+    return lines
 
 
 def test_ranks_exchange_what_they_measured(tmp_path: Path) -> None:
     ranks = run_ranks(three, 3, tmp_path)
-    for one in ranks:
-        assert one == ranks[0]
-        (slowest, none, _), (_, slow, line) = one["lines"]
-        assert (slowest, none, slow) == (1, [], [1])
-        assert re.search(r": rank 1 \d+\.\d ms \(\+\d+%\)$", line), line  # a sleep may take longer
-        assert one["left"] == []
-        assert one["next"] == ["dp", 3]
-    assert not (tmp_path / "faults" / "reporting").exists()
+    for first, second in ranks:
+        assert [first[0], second[0]] == [1, 1]
+        assert first[1] > 0
+        assert first[2] == ""
+        assert re.search(r": rank 1 \d+\.\d ms \(\+\d+%\)$", second[2]), second  # a sleep may take longer
+    assert len({json.dumps(one[1][2]) for one in ranks}) == 1

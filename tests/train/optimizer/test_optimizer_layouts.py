@@ -13,11 +13,11 @@ from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
 from strata.parallel.layout import Layout
 from strata.parallel.parallelize import parallelize
-from strata.train.optimizer.clip import clip_scale
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.optimizer.make import make_optimizer
 from strata.train.optimizer.muon_rounds import Holding, MatrixTransfer, Round, is_layer_matrix, make_rounds
 from strata.train.optimizer.orthogonalize import orthogonalization_flops
+from strata.train.optimizer.sharded_optimizer import clip_scale
 from tests.largest import largest, name_of_largest
 from tests.parallel.models import config_of, loss_of, random_model
 from tests.parallel.ranks import run_ranks

@@ -13,7 +13,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from strata.comm.launch import World
 from strata.kernels.linear.fp8 import linear_fp8, linear_silu_mul_fp8
 from strata.kernels.linear.linear import linear
 from strata.kernels.moe.experts import by_library, experts
@@ -22,12 +21,14 @@ from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
 from strata.parallel.layout import Layout
 from strata.train.compile import TrainingGraph
-from strata.train.recompute import RECOMPUTE_OF_MODULES, recompute_modules
+from strata.train.config import RECOMPUTE_OF_MODULES
+from strata.train.recompute import recompute_modules
 from strata.train.steps.one_device import OneDeviceGradients
 from tests.largest import largest
 from tests.parallel.models import config_of, random_batch, random_model
 from tests.parallel.ranks import run_ranks
-from tests.train.balance_ranks import balanced, errors_of, worst
+from tests.train.balance_ranks import balanced, balanced_worst, errors_of
+from tests.train.samples import ALONE
 from tests.train.step_ranks import packs_of, rate_of
 
 FAMILIES = ("llama", "llama-biases-tied", "qwen3-biases-tied", "mixtral", "qwen3-moe")
@@ -243,8 +244,6 @@ def test_layers_of_sizes_that_eight_bits_do_not_fit_stay_as_they_are() -> None:
     assert (called.count(linear), called.count(linear_fp8), called.count(linear_silu_mul_fp8)) == (2, 4, 2)
 
 
-ALONE = World(0, 0, 1, torch.device("cpu"), None)
-
 LAYOUTS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("mixtral", "loss", {"dp": 2}, {}),
     ("qwen3-moe", "bias", {"dp": 2}, {}),
@@ -269,7 +268,7 @@ LAYOUTS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
 
 
 def test_layouts_equal_one_process(tmp_path: Path) -> None:
-    ranks = run_ranks(worst, 2, tmp_path, layouts=LAYOUTS)
+    ranks = run_ranks(balanced_worst, 2, tmp_path, layouts=LAYOUTS)
     for one, *found in zip(LAYOUTS, *ranks, strict=True):
         assert largest(error for _, error in found) < 1e-9, (one, found)
 

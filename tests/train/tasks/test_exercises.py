@@ -28,6 +28,7 @@ from strata.train.tasks.spelling import TASKS as SPELLING_TASKS
 from strata.train.tasks.tool import ExerciseCall
 from strata.train.tasks.vocabulary import SPECIAL_TOKENS, make_tokenizer
 from tests.train.conftest import SMALL
+from tests.train.samples import sample
 
 
 def write(out: Path, documents: int = 50, **options: object) -> ShardIndex:
@@ -48,7 +49,7 @@ def test_sample_i_is_document_i_as_the_chat_template_writes_it(written: Path) ->
     assert (dataset.samples, len(dataset.index.shards), dataset.index.kind) == (50, 4, "chat")
     with Tokenizer.load(written / "tokenizer") as tokenizer:
         for number in range(50):
-            (read,) = dataset.sample(number)
+            (read,) = sample(dataset, number)
             one = document(3, number)
             text = tokenizer.decode(read.tokens.tolist(), skip_special_tokens=False)
             learned = tokenizer.decode(read.tokens[read.loss_mask].tolist(), skip_special_tokens=False)
@@ -74,11 +75,6 @@ def test_the_tokenizer_is_that_of_the_first_documents(written: Path) -> None:
         assert [tokenizer.id(token) for token in SPECIAL_TOKENS] == list(range(len(SPECIAL_TOKENS)))
     config = json.loads((written / "tokenizer/tokenizer_config.json").read_text())
     assert config["model_max_length"] == 1024
-
-
-def times(folder: Path) -> dict[str, int]:
-    """When each file below a folder was changed."""
-    return {path.name: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
 def test_processes_and_a_stopped_run_change_nothing(written: Path, tmp_path: Path) -> None:
@@ -108,7 +104,7 @@ def test_more_documents_begin_with_the_same(written: Path, tmp_path: Path) -> No
     assert not (tmp_path / "more/tokenizer").exists()
     assert more.index.tokenizer == fewer.index.tokenizer
     for number in range(50):
-        (one,), (other,) = fewer.sample(number), more.sample(number)
+        (one,), (other,) = sample(fewer, number), sample(more, number)
         assert np.array_equal(one.tokens, other.tokens)
         assert np.array_equal(one.loss_mask, other.loss_mask)
 
@@ -158,7 +154,9 @@ def test_the_command(written: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*arguments, "--seed", "3", "--tokenizer", str(written / "tokenizer")])
     assert done.exit_code == 0, done.output
     assert "chat, 40 documents" in " ".join(done.output.split())  # lines break where the console ends
-    assert np.array_equal(TokenDataset(tmp_path / "d").sample(39)[0].tokens, TokenDataset(written).sample(39)[0].tokens)
+    assert np.array_equal(
+        sample(TokenDataset(tmp_path / "d"), 39)[0].tokens, sample(TokenDataset(written), 39)[0].tokens
+    )
     # What is no sub-command are files, wherever the options stand.
     (tmp_path / "a.txt").write_text("Some text.")
     for place, name in enumerate((["data", "--out"], ["data", "files", "--out"])):
@@ -167,46 +165,22 @@ def test_the_command(written: Path, tmp_path: Path) -> None:
         assert TokenDataset(tmp_path / f"t{place}").index.kind == "text"
 
 
-def test_encoding_is_what_the_chat_template_writes(
-    made_tokenizer: tokenizers.Tokenizer, tokenizer_folder: Path
-) -> None:
-    encoder = Encoder(made_tokenizer)
-    documents = [document(0, i) for i in range(60)]
+def test_a_prompt_is_what_stands_before_a_reply(made_tokenizer: tokenizers.Tokenizer, tokenizer_folder: Path) -> None:
+    encoder, documents = Encoder(made_tokenizer), [document(0, i) for i in range(60)]
     made = encoder.encode(documents)
     with Tokenizer.load(tokenizer_folder) as served:
         for one, start, end in zip(documents, made.offsets[:-1], made.offsets[1:], strict=True):
-            ids = made.tokens[start:end].tolist()
-            text = served.decode(ids, skip_special_tokens=False)
-            system = [] if one.system is None else [{"role": "system", "content": one.system}]
-            tools = [tool.schema for tool in one.tools] or None
-            messages = [*system, *(message for example in one.examples for message in example.messages)]
             if one.plain:
-                question, answer = messages
-                assert text == f"<|begin|>{question['content']}\n{answer['content']}<|end|>"
-            else:
-                assert text == served.chat_text(messages, add_generation_prompt=False, tools=tools).text
-                first = one.examples[0]
-                asked = messages[len(system) : len(system) + 1]
-                prompts = [(asked, encoder.prompt(first))]
-                if first.call is not None:
-                    prompts.append((first.messages[:-1], encoder.prompt_after_call(first)))
-                for chat, prompt in prompts:
-                    assert served.encode_chat(chat, tools=tools) == prompt
-                    if not system:
-                        assert ids[: len(prompt)] == prompt
+                continue
+            first, tools = one.examples[0], [tool.schema for tool in one.tools] or None
+            prompts = [(first.messages[:1], encoder.prompt(first))]
+            if first.call is not None:
+                prompts.append((first.messages[:-1], encoder.prompt_after_call(first)))
+            for chat, prompt in prompts:
+                assert served.encode_chat(chat, tools=tools) == prompt
+                assert one.system is not None or made.tokens[start:end][: len(prompt)].tolist() == prompt
     assert sum(bool(one.tools) for one in documents) > 5
     assert sum(example.call is not None for one in documents for example in one.examples) > 5
-
-
-def test_wanted_is_replies_and_their_ends(made_tokenizer: tokenizers.Tokenizer) -> None:
-    documents = [document(0, i) for i in range(60)]
-    made = Encoder(made_tokenizer).encode(documents)
-    for one, start, end in zip(documents, made.offsets[:-1], made.offsets[1:], strict=True):
-        ids, wanted = made.tokens[start:end], made.loss_mask[start:end]
-        text = made_tokenizer.decode(ids[wanted].tolist(), skip_special_tokens=False)
-        said = [text.replace(BOUNDARY, "") for example in one.examples for text in example.written]
-        replies = "".join(text + "<|end|>" for text in said)
-        assert text == ("\n" + replies if one.plain else replies)
 
 
 def test_digits_and_reversed_letters_are_single_tokens(made_tokenizer: tokenizers.Tokenizer) -> None:

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from strata.cli.train import train as command
 from strata.cli.train_estimate import estimate_text
-from strata.comm.launch import World
 from strata.files.toml_tables import read_table
 from strata.models.balance import routers
 from strata.models.config import config_from_dict
@@ -250,14 +249,11 @@ def test_a_bias_is_no_parameter_of_a_model_in_training(start: Path) -> None:
     assert torch.equal(router.selection_bias, bias_of(start))  # type: ignore[arg-type]
 
 
-RECURRENT_ALONE = World(0, 0, 1, torch.device("cpu"), None)
-
-
 @pytest.mark.parametrize("name", ["mamba2", "granite-hybrid-experts", "qwen3-next"])
 def test_losses_of_recurrent_layers_fall(name: str, files: Files, tmp_path: Path) -> None:
     table = files.table(tmp_path / "out", run={"steps": 8, "checkpoint_every": 8})
     table["model"] = {key: value for key, value in RECURRENT_CONFIGS[name].items() if key != "vocab_size"}
-    Trainer(read_train_config(write_toml(tmp_path / "run.toml", table)), RECURRENT_ALONE).train()
+    Trainer(read_train_config(write_toml(tmp_path / "run.toml", table)), ALONE).train()
     losses = [line["loss"] for line in log_of(tmp_path / "out")]
     assert losses[-1] < losses[0] - 0.2
     assert losses == sorted(losses, reverse=True)

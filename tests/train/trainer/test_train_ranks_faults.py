@@ -14,11 +14,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from examples import toy_data
 from strata import LLM
-from strata.comm.launch import World
 from strata.engine.sampling_params import SamplingParams
 from strata.models.folder import BUILTIN_FOLDER
 from strata.train.config import read_train_config
@@ -143,7 +141,6 @@ def test_one_process_killed_and_resumed_by_hand(files: Files, tmp_path: Path) ->
 
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-TAUGHT_ALONE = World(0, 0, 1, torch.device("cpu"), None)
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +157,7 @@ def trained(recipe: str, data: Path, out: Path) -> Path:
     """The model that a recipe leaves, from data of this test."""
     assert f"runs/toy/{data.name}" in (EXAMPLES / recipe).read_text()
     values = {"run.out": f'"{out}"', "run.device": "cpu", "data.sources": f'[{{ folder = "{data}" }}]'}
-    run = Trainer(read_train_config(EXAMPLES / recipe, list(values.items())), TAUGHT_ALONE)
+    run = Trainer(read_train_config(EXAMPLES / recipe, list(values.items())), ALONE)
     run.train()
     return save_model(run)
 

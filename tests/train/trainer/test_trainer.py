@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 
 from strata import LLM
-from strata.comm.launch import World
 from strata.engine.sampling_params import SamplingParams
 from strata.models.folder import BUILTIN_FOLDER
 from strata.models.save import save
@@ -18,16 +17,14 @@ from strata.models.weights import load
 from strata.train import trainer
 from strata.train.adapters.lora import LoraConfig
 from strata.train.checkpoints.folder import checkpoints
+from strata.train.data.loader import Position
 from strata.train.finish import save_model
-from strata.train.position import Position
-from strata.train.stepper import Setting, make_stepper
+from strata.train.stepper import make_stepper
 from strata.train.steps import make
 from strata.train.tasks.exercises import write_exercises
 from strata.train.trainer import Trainer
 from tests.train.conftest import FRESH, Small, Tune, cut_off, log
-
-ALONE = World(0, 0, 1, torch.device("cpu"), None)
-SHARE = "rank-00000.safetensors"
+from tests.train.samples import ALONE, SHARE
 
 
 def assert_same_end(one: Path, other: Path, checkpoint: str) -> dict[str, torch.Tensor]:
@@ -245,9 +242,9 @@ def test_what_is_computed_before_the_first_step_is_deterministic_if_steps_are(
     """The reference of DPO, for one."""
     seen = []
 
-    def noted(setting: Setting) -> Any:
+    def noted(*args: Any) -> Any:
         seen.append(torch.are_deterministic_algorithms_enabled())
-        return make_stepper(setting)
+        return make_stepper(*args)
 
     monkeypatch.setattr(trainer, "make_stepper", noted)
     Trainer(small(run={"deterministic": wanted}), ALONE)

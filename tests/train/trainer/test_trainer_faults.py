@@ -29,9 +29,7 @@ from strata.train.steps.make import fresh, make_step
 from strata.train.steps.result import StepResult
 from strata.train.trainer import Trainer, TrainingStopped
 from tests.train.conftest import FRESH, Small, Tune, cut_off, log
-
-ALONE = World(0, 0, 1, torch.device("cpu"), None)
-SHARE = "rank-00000.safetensors"
+from tests.train.samples import ALONE, SHARE
 
 
 class Wrapped:

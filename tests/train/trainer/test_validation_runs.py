@@ -15,14 +15,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from strata.comm.launch import World
 from strata.models.families import build
 from strata.models.layers import CausalLM
 from strata.models.weights import load
 from strata.train.checkpoints.folder import checkpoints
 from strata.train.data.encoding import Document, Encoded
+from strata.train.data.loader import OnceLoader
 from strata.train.data.mixture import DatasetReader
-from strata.train.data.once import OnceLoader
 from strata.train.data.pack import PackedBatch, pack
 from strata.train.data.shards import TokenDataset
 from strata.train.finish import save_model
@@ -31,9 +30,7 @@ from strata.train.tasks.exercises import write_exercises
 from strata.train.trainer import Trainer
 from strata.train.validation import Validation
 from tests.train.conftest import Small, Tune, cut_off, log
-
-ALONE = World(0, 0, 1, torch.device("cpu"), None)
-SHARE = "rank-00000.safetensors"
+from tests.train.samples import ALONE, SHARE, sample
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +85,7 @@ def test_validation_is_a_plain_loop_and_changes_nothing(small: Small, apart: Pat
     assert all(torch.equal(first[name], second[name]) for name in first)
 
     dataset, model = TokenDataset(apart), model_of(run)
-    each = torch.cat([plain_losses(model, dataset.sample(number)[0]) for number in range(dataset.samples)])
+    each = torch.cat([plain_losses(model, sample(dataset, number)[0]) for number in range(dataset.samples)])
     assert lines[-1]["validation_loss"] == pytest.approx(each.mean().item(), rel=1e-6)
     for capacity, packs, window in ((500, 1, 7), (1000, 3, 1000)):
         assert run.config.validation is not None
@@ -106,7 +103,7 @@ def test_preferences_are_validated_by_their_loss_and_how_many_are_right(tune: Tu
     margins = []
     for number in range(held_out.samples):
         chosen, rejected = (
-            plain_losses(base, one).sum() - plain_losses(model, one).sum() for one in held_out.sample(number)
+            plain_losses(base, one).sum() - plain_losses(model, one).sum() for one in sample(held_out, number)
         )
         margins.append(0.2 * (chosen - rejected))
     found = torch.stack(margins)
@@ -120,7 +117,7 @@ def test_what_is_held_out_is_never_trained_on(small: Small, exercises: Path) -> 
     held_out = {
         one.tobytes()
         for number in range(30)
-        for one in [TokenDataset(exercises).divided(0.1)[1].sample(number)[0].tokens]
+        for one in [sample(TokenDataset(exercises).divided(0.1)[1], number)[0].tokens]
     }
     seen: set[bytes] = set()
     place = run.position.place
