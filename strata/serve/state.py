@@ -15,7 +15,7 @@ from strata.serve.grammar import GrammarChecker
 from strata.serve.http.errors import ApiError
 from strata.serve.http.limits import Caller, Limits
 from strata.serve.http.validation import shown
-from strata.serve.observe.metrics import Metrics
+from strata.serve.observe.metrics import Endpoint, Metrics
 from strata.serve.routing.replicas import Replicas
 from strata.serve.settings import ServeSettings
 from strata.text.chat_template import AsyncTemplateRenderer
@@ -106,6 +106,13 @@ def caller_of(request: Request) -> Caller:
     """Whose request it is, as the gate found."""
     caller: Caller = request.scope["state"]["caller"]
     return caller
+
+
+def received(request: Request, endpoint: Endpoint) -> ServerState:
+    """What handlers share, for one that has got a request, which is counted."""
+    state = server_of(request)
+    state.metrics.received(endpoint, caller_of(request).name)
+    return state
 
 
 def arrival_of(request: Request) -> float:

@@ -9,7 +9,6 @@ import time
 from typing import Literal, cast
 from uuid import uuid4
 
-import msgspec
 from fastapi import Request, Response
 
 from strata.engine.process.messages import Embed
@@ -17,13 +16,13 @@ from strata.serve.admission import admit
 from strata.serve.api.prompts import encode_all
 from strata.serve.client import EngineGone, EngineRefused
 from strata.serve.http.errors import ApiError
-from strata.serve.http.json_route import api_router
 from strata.serve.http.limits import AdmittedRequest
+from strata.serve.http.routes import api_router, json_response
 from strata.serve.http.sse import run_until_disconnect
 from strata.serve.observe.metrics import RequestRecord
 from strata.serve.schema.embeddings import EmbeddingList, EmbeddingRequest
 from strata.serve.schema.sampling import check_ids
-from strata.serve.state import ServerState, caller_of, server_of
+from strata.serve.state import ServerState, received, server_of
 
 # Of one request at the engine at once, so that others are not kept waiting.
 _AT_ONCE = 8
@@ -34,7 +33,7 @@ router = api_router("embeddings")
 @router.post("/v1/embeddings", response_model=EmbeddingList)
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """The vectors of texts."""
-    server_of(request).metrics.received("embeddings", caller_of(request).name)
+    received(request, "embeddings")
     return await run_until_disconnect(request, _answer(body, request))
 
 
@@ -52,8 +51,7 @@ async def _answer(body: EmbeddingRequest, request: Request) -> Response:
     written = [_base64(vector) if body.encoding_format == "base64" else vector for vector in vectors]
     data = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(written)]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    answer = {"object": "list", "data": data, "model": model, "usage": usage}
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return json_response({"object": "list", "data": data, "model": model, "usage": usage})
 
 
 def _inputs(body: EmbeddingRequest) -> dict[str, str | list[int]]:

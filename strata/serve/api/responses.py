@@ -8,29 +8,25 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from uuid import uuid4
 
-import msgspec
 from fastapi import Request, Response
 
 from strata.engine.sampling_params import SamplingParams
-from strata.serve.admission import admit_generation
-from strata.serve.api.prompts import bad_words_of
+from strata.serve.api.dialogue import Tools, parse_dialogue
+from strata.serve.api.prompts import Prompt
 from strata.serve.api.response_store import StoredResponse
-from strata.serve.api.responses_input import assistant_message, input_messages
-from strata.serve.api.responses_prompt import response_prompt
+from strata.serve.api.responses_input import assistant_message, input_messages, response_prompt
 from strata.serve.api.responses_stream import EventWriter, ResponseInProgress
 from strata.serve.generation import Generation
-from strata.serve.grammar import Grammar, named_schema_grammar
+from strata.serve.grammar import Grammar, format_grammar
 from strata.serve.http.errors import ApiError
-from strata.serve.http.json_route import api_router
+from strata.serve.http.limits import AdmittedRequest
+from strata.serve.http.routes import api_router, json_response
 from strata.serve.http.sse import EventStream, run_until_disconnect, streams
-from strata.serve.observe.logs import note_prompt
-from strata.serve.replies.reasoning import opens_reasoning
-from strata.serve.replies.reply_parser import ReplyParser, collect, with_visible_tags
-from strata.serve.replies.tools import Named, OfferedFunction, ToolUse, use_tools
-from strata.serve.schema.responses import JsonSchemaFormat, ResponsesNamedTool, ResponsesRequest, TextFormat
+from strata.serve.replies.reply_parser import collect
+from strata.serve.schema.responses import ResponsesNamedTool, ResponsesRequest
 from strata.serve.schema.responses_reply import DeletedResponse, ResponseObject, ResponseStreamEvent
-from strata.serve.schema.sampling import sampling_params
-from strata.serve.state import ServerState, caller_of, server_of
+from strata.serve.schema.structured import TextFormat
+from strata.serve.state import ServerState, caller_of, received, server_of
 
 router = api_router("responses")
 
@@ -38,7 +34,7 @@ router = api_router("responses")
 @router.post("/v1/responses", response_model=ResponseObject, responses=streams(ResponseStreamEvent))
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer an input."""
-    server_of(request).metrics.received("responses", caller_of(request).name)
+    received(request, "responses")
     if body.stream:
         return EventStream(_stream(body, request))
     return await run_until_disconnect(request, _answer(body, request))
@@ -47,7 +43,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 @router.get("/v1/responses/{id}", response_model=ResponseObject)
 async def get_response(request: Request, id: str, stream: Literal["false"] = "false") -> Response:
     """A response that was kept."""
-    return _json(_stored(request, id).body)
+    return json_response(_stored(request, id).body)
 
 
 @router.delete("/v1/responses/{id}")
@@ -74,7 +70,7 @@ async def _answer(body: ResponsesRequest, request: Request) -> Response:
             for delta in deltas:
                 parsed.response.take(delta)
     _complete(parsed, request)
-    return _json(parsed.response.body)
+    return json_response(parsed.response.body)
 
 
 async def _stream(body: ResponsesRequest, request: Request) -> AsyncGenerator[bytes, None]:
@@ -116,39 +112,32 @@ async def _parse(body: ResponsesRequest, request: Request) -> _ParsedResponse:
     model = state.model_name(body.model)
     body.check()
     keep = _kept(body, state)
-    params = sampling_params(
-        body.sampling, state.client.ready, max_tokens=body.max_output_tokens, logprobs=body.reported_logprobs
-    )
-    admission = admit_generation(request, params, priority=body.priority)
-    tools = _tool_use(body, state.settings.tool_format)
-    grammar = tools.grammar
-    if grammar is not None:
-        await state.grammars.check(grammar, admission)
-    before = [] if body.previous_response_id is None else _previous(body.previous_response_id, request).messages
-    messages = [*before, *input_messages(body.input, before)]
-    instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    prompt = await response_prompt(
-        state,
-        admission,
-        [*instructions, *messages],
-        tools.shown,
-        body.template_variables,
-        shorten=body.truncation == "auto",
-        output_tokens=body.max_output_tokens or 1,
-    )
-    note_prompt(request.scope, prompt.text)
-    reasoning = state.settings.reasoning and grammar is None  # a grammar leaves no room for it
-    params = with_visible_tags(params, state.tokenizer, tools.tool_format, reasoning)
-    parser = ReplyParser(
-        tools.tool_format, reasoning, in_reasoning=opens_reasoning(prompt.text), parallel=tools.parallel
-    )
-    bad_words = await bad_words_of(state, admission, params)
+    messages: list[dict[str, Any]] = []
+
+    async def render(admission: AdmittedRequest, tools: Tools) -> Prompt:
+        before = [] if body.previous_response_id is None else _previous(body.previous_response_id, request).messages
+        messages.extend([*before, *input_messages(body.input, before)])
+        instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+        return await response_prompt(
+            state,
+            admission,
+            [*instructions, *messages],
+            tools,
+            body.template_variables,
+            shorten=body.truncation == "auto",
+            output_tokens=body.max_output_tokens or 1,
+        )
+
+    def form() -> Grammar | None:
+        return None if body.text is None else format_grammar(body.text.format, "text.format")
+
+    prompt, params, bad_words, grammar, (parser,) = await parse_dialogue(body, request, form, render)
     new = _new_body(body, model, params, keep)
     return _ParsedResponse(
         ResponseInProgress(new, parser, state.tokenizer),
         Generation(
             request,
-            prompt.ids,
+            prompt,
             params,
             endpoint="responses",
             bad_words=bad_words,
@@ -195,26 +184,6 @@ def _new_body(body: ResponsesRequest, model: str, params: SamplingParams, store:
     }
 
 
-def _tool_use(body: ResponsesRequest, tool_format: str | None) -> ToolUse:
-    choice = body.tool_choice
-    return use_tools(
-        [OfferedFunction(tool.name, tool.description, tool.parameters) for tool in body.tools or ()],
-        Named(choice.name) if isinstance(choice, ResponsesNamedTool) else choice,
-        parallel=body.parallel_tool_calls is not False,
-        tool_format=tool_format,
-        answer=_format_grammar(body),
-    )
-
-
-def _format_grammar(body: ResponsesRequest) -> Grammar | None:
-    form = body.text.format if body.text is not None else None
-    if form is None or isinstance(form, TextFormat):
-        return None
-    if isinstance(form, JsonSchemaFormat):
-        return named_schema_grammar({"name": form.name, "schema": form.schema_}, "text.format")
-    return Grammar.json_object("text.format")
-
-
 def _kept(body: ResponsesRequest, state: ServerState) -> bool:
     """Whether the response is to be kept. Raises ApiError (400) if that is asked for where none can be."""
     if state.settings.api_workers == 1:
@@ -254,7 +223,3 @@ def _no_store(param: str | None) -> ApiError:
         param=param,
         code="responses_not_stored",
     )
-
-
-def _json(body: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.replies.reasoning import CLOSING, OPENING, ReasoningSplitter
@@ -19,19 +20,6 @@ from strata.serve.replies.tool_call_parser import ToolCallParser
 from strata.serve.replies.tool_formats import tool_format as named_format
 from strata.text.tokenizer import Tokenizer
 
-__all__ = [
-    "ContentDelta",
-    "ReasoningDelta",
-    "Reply",
-    "ReplyEvent",
-    "ReplyParser",
-    "ToolCall",
-    "ToolCallArguments",
-    "ToolCallStart",
-    "collect",
-    "with_visible_tags",
-]
-
 
 class ReplyParser:
     """Splits one reply; joined, its events do not depend on the pieces that the text came in.
@@ -40,6 +28,7 @@ class ReplyParser:
     reasoning: the reply may begin with <think>...</think>.
     in_reasoning: the prompt has opened that tag (`reasoning.opens_reasoning(prompt)`).
     parallel: may the reply hold several calls; if not, those after the first are left out.
+    splits: there may be more in it than content.
     """
 
     def __init__(
@@ -48,6 +37,7 @@ class ReplyParser:
         self._splitter = ReasoningSplitter(in_reasoning) if reasoning else None
         self._tools = ToolCallParser(named_format(tool_format)) if tool_format else None
         self._parallel = parallel
+        self.splits = reasoning or tool_format is not None
 
     def append(self, text: str) -> list[ReplyEvent]:
         """What this piece of the reply brings; empty while it cannot be told yet."""
@@ -96,6 +86,11 @@ class ToolCall:
     id: str
     name: str
     arguments: str = ""
+
+    def as_sent(self) -> dict[str, Any]:
+        """As messages have it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fastapi import Response
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, WrapValidator, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic.types import Discriminator
@@ -61,11 +60,6 @@ class ReplyModel(BaseModel):
     """A JSON object of an answer. Fields that were not set are left out when it is written."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-
-def json_response(reply: ReplyModel) -> Response:
-    """The answer without the fields that were not set."""
-    return Response(reply.model_dump_json(exclude_unset=True), media_type="application/json")
 
 
 class Unsupported:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
-from strata.engine.watch.request_ledger import PARTS, Part, RequestLedger
+from strata.engine.watch.request_ledger import Part
 from strata.serve.schema.base import ReplyModel
 
 
@@ -44,30 +43,3 @@ class RequestLedgerReply(ReplyModel):
     device: str
     """That the engine runs on, as its driver names it; "cpu"."""
     generations: list[GenerationLedger]
-
-
-def ledger_reply(id: str, model: str, device: str, ledgers: Sequence[RequestLedger]) -> RequestLedgerReply:
-    told = [_told(one) for one in ledgers]
-    return RequestLedgerReply(object="request.ledger", id=id, model=model, device=device, generations=told)
-
-
-def _told(ledger: RequestLedger) -> GenerationLedger:
-    return GenerationLedger(
-        seconds=ledger.seconds,
-        parts=_in_order(ledger.parts),
-        time_to_first_token=ledger.first_token,
-        first_token_parts=_in_order(ledger.first_parts),
-        finish_reason=ledger.finish_reason,
-        prompt_tokens=ledger.prompt_tokens,
-        cached_tokens=ledger.cached_tokens,
-        output_tokens=ledger.output_tokens,
-        prompt_steps=ledger.prompt_steps,
-        decode_steps=ledger.decode_steps,
-        sequences_beside=ledger.beside,
-        preemptions=ledger.preemptions,
-        floor=ledger.floor,
-    )
-
-
-def _in_order(parts: dict[Part, float]) -> dict[Part, float]:
-    return {part: parts[part] for part in PARTS if parts.get(part, 0.0) > 0.0}

@@ -149,6 +149,8 @@ CHAT += [
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "x" * 65}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": f"f{number}"}} for number in range(129)]}, "tools"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [TOOL]}, "tools"),  # this server has no format for tool calls
     ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
