@@ -16,11 +16,9 @@ from uuid import uuid4
 import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
-from strata.serve.api.response_store import ResponseStore
 from strata.serve.batch_file import BatchFault, BatchRequest, BatchResults, read_requests
 from strata.serve.client import EngineClient, EngineGone
 from strata.serve.engine_ends import EngineEnds
-from strata.serve.grammar import GrammarChecker
 from strata.serve.http.app import build_app
 from strata.serve.http.errors import internal_error
 from strata.serve.http.keys import ANONYMOUS
@@ -195,8 +193,6 @@ async def _application(settings: ServeSettings, client: EngineClient) -> AsyncIt
             tokenizer=await asyncio.to_thread(Tokenizer.load, settings.model, settings.chat_template),
             limits=Limits(settings, client.ready.max_sequences),
             metrics=Metrics(settings.served_model_names[0]),
-            grammars=GrammarChecker(),
-            responses=ResponseStore(),
         )
 
     app = build_app(settings, connect)

@@ -37,8 +37,8 @@ class ServerState:
     tokenizer: Tokenizer
     limits: Limits
     metrics: Metrics
-    grammars: GrammarChecker
-    responses: ResponseStore
+    grammars: GrammarChecker = field(default_factory=GrammarChecker)
+    responses: ResponseStore = field(default_factory=ResponseStore)
     renderers: list[AsyncTemplateRenderer] = field(
         default_factory=lambda: [AsyncTemplateRenderer() for _ in range(AT_ONCE)]
     )

@@ -13,9 +13,7 @@ from starlette.testclient import TestClient
 from strata.engine.process.messages import Add, Delta, Ready, Statistics, TokenLogprobs
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.watch.request_ledger import RequestLedger
-from strata.serve.api.response_store import ResponseStore
 from strata.serve.client import EngineGone
-from strata.serve.grammar import GrammarChecker
 from strata.serve.http.app import build_app
 from strata.serve.http.gate import Gate
 from strata.serve.http.keys import KeyRing
@@ -176,8 +174,6 @@ def served(
         tokenizer=tokenizer,
         limits=Limits(settings, engine.ready.max_sequences),
         metrics=Metrics(NAME),
-        grammars=GrammarChecker(),
-        responses=ResponseStore(),
     )
 
     async def connect() -> ServerState:

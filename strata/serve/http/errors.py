@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -15,43 +15,32 @@ from starlette.types import Scope
 
 from strata.serve.http.validation import explain_fault
 from strata.serve.observe.logs import note_error
-from strata.serve.observe.metrics import Rejection
+from strata.serve.observe.metrics import REJECTIONS, Rejection
 
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    429: "rate_limit_error",
-    431: "invalid_request_error",
-    500: "server_error",
-    503: "service_unavailable_error",
+
+class _Status(NamedTuple):
+    """rejection: what the metrics call it, None for a fault of ours. description: in the OpenAPI document."""
+
+    type: str
+    rejection: Rejection | None = None
+    description: str = ""
+
+
+_INVALID = "invalid_request_error"
+_STATUSES = {
+    400: _Status(_INVALID, "invalid", "The request is not one that can be served; `param` names the field."),
+    401: _Status("authentication_error", "unauthorized", "A key is missing or wrong."),
+    403: _Status("permission_error", "forbidden", "The key, or the page that asks, has no right to this."),
+    404: _Status("not_found_error", "invalid", "There is no such model or object."),
+    408: _Status("timeout_error", "deadline", "The request took longer than the server allows."),
+    413: _Status(_INVALID, "too_large", "The body is too large."),
+    415: _Status(_INVALID, "invalid", "The body is encoded in a way that is not read here."),
+    429: _Status("rate_limit_error", None, "Too many requests or tokens; come again after `Retry-After` seconds."),
+    431: _Status(_INVALID, "too_large"),
+    500: _Status("server_error", None, "The server failed."),
+    503: _Status("service_unavailable_error", None, "The engine is down, or the server is shutting down."),
 }
-
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
-_REJECTIONS_BY_STATUS: dict[int, Rejection] = {
-    400: "invalid",
-    401: "unauthorized",
-    403: "forbidden",
-    404: "invalid",
-    408: "deadline",
-    413: "too_large",
-    415: "invalid",
-    431: "too_large",
-}
-_REJECTIONS: dict[str, Rejection] = {
-    "queue_full": "queue_full",
-    "concurrency": "concurrency",
-    "requests_per_minute": "requests_per_minute",
-    "tokens_per_minute": "tokens_per_minute",
-    "draining": "draining",
-    "engine_dead": "engine_gone",
-    "timeout": "deadline",
-}
 
 
 class ApiError(Exception):
@@ -79,7 +68,7 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return _STATUSES.get(self.status, _Status(_INVALID if self.status < 500 else "server_error")).type
 
     @property
     def word(self) -> str:
@@ -104,7 +93,11 @@ def count_rejection(scope: Scope, error: ApiError) -> None:
 
 def rejection_of(error: ApiError) -> Rejection | None:
     """What the metrics call it; None for a fault of ours."""
-    return _REJECTIONS.get(error.code or "", _REJECTIONS_BY_STATUS.get(error.status))
+    if error.code == "engine_dead":
+        return "engine_gone"
+    if error.code in REJECTIONS:
+        return error.code
+    return _STATUSES[error.status].rejection if error.status in _STATUSES else None
 
 
 def internal_error() -> ApiError:
@@ -130,16 +123,7 @@ class ErrorBody(BaseModel):
 
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorBody, "description": "The request is not one that can be served; `param` names the field."},
-    401: {"model": ErrorBody, "description": "A key is missing or wrong."},
-    403: {"model": ErrorBody, "description": "The key, or the page that asks, has no right to this."},
-    404: {"model": ErrorBody, "description": "There is no such model or object."},
-    408: {"model": ErrorBody, "description": "The request took longer than the server allows."},
-    413: {"model": ErrorBody, "description": "The body is too large."},
-    415: {"model": ErrorBody, "description": "The body is encoded in a way that is not read here."},
-    429: {"model": ErrorBody, "description": "Too many requests or tokens; come again after `Retry-After` seconds."},
-    500: {"model": ErrorBody, "description": "The server failed."},
-    503: {"model": ErrorBody, "description": "The engine is down, or the server is shutting down."},
+    **{status: {"model": ErrorBody, "description": told} for status, (_, _, told) in _STATUSES.items() if told},
     "default": {"model": ErrorBody, "description": "Any other error."},
 }
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from ipaddress import ip_address
 
-import msgspec
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from strata.serve.http.bodies import Bodies, Disconnected
@@ -96,7 +96,7 @@ class Gate:
                 if open_port and head.path != METRICS_PATH:
                     raise ApiError(404, f"this port has {METRICS_PATH} alone", code="unknown_url")
                 if head.is_preflight and head.origin in self._settings.allowed_origins:
-                    await _send_preflight(answer, head)
+                    await _preflight(head)(scope, receive, answer)
                     return
                 state["caller"] = caller = ANONYMOUS if open_port else self._identify(head)
                 self._check_draining(head)
@@ -107,7 +107,7 @@ class Gate:
                 note_error(scope, error.word)
                 if (reason := rejection_of(error)) is not None:
                     self._rejected(reason)
-                await _send_error(answer, error)
+                await error.response()(scope, receive, answer)
                 return
             except Disconnected:
                 return
@@ -197,20 +197,11 @@ def _cors_headers(head: RequestHead, allowed: Collection[str]) -> Iterable[tuple
         yield b"access-control-expose-headers", b"x-request-id, retry-after"
 
 
-async def _send_preflight(send: Send, head: RequestHead) -> None:
+def _preflight(head: RequestHead) -> Response:
     asked = head.text(b"access-control-request-headers")
-    headers = [
-        (b"access-control-allow-methods", b"GET, POST, DELETE"),
-        (b"access-control-allow-headers", asked.encode() if _HEADER_NAMES.fullmatch(asked) else b"authorization"),
-        (b"access-control-max-age", b"600"),
-    ]
-    await send({"type": "http.response.start", "status": 204, "headers": headers})
-    await send({"type": "http.response.body", "body": b""})
-
-
-async def _send_error(send: Send, error: ApiError) -> None:
-    body = msgspec.json.encode(error.body())
-    headers = [(name.encode(), value.encode("latin-1")) for name, value in error.headers.items()]
-    headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    headers = {
+        "access-control-allow-methods": "GET, POST, DELETE",
+        "access-control-allow-headers": asked if _HEADER_NAMES.fullmatch(asked) else "authorization",
+        "access-control-max-age": "600",
+    }
+    return Response(status_code=204, headers=headers)

@@ -23,12 +23,10 @@ import msgspec
 import uvicorn
 
 from strata.engine.lifeline import end_with_parent
-from strata.serve.api.response_store import ResponseStore
 from strata.serve.client import EngineClient, EngineGone
 from strata.serve.engine_ends import EngineEnds
 from strata.serve.event_loop import new_event_loop
 from strata.serve.fair_queue import AT_ONCE
-from strata.serve.grammar import GrammarChecker
 from strata.serve.http.app import build_app, handlers
 from strata.serve.http.errors import ApiError, rejection_of
 from strata.serve.http.gate import Gate
@@ -170,8 +168,6 @@ class ApiServer:
                 len(self._addresses),
                 self._handlers.names,
             ),
-            grammars=GrammarChecker(),
-            responses=ResponseStore(),
             renderers=renderers,
             engine_restarts=job.restart_engine,
         )
