@@ -152,14 +152,14 @@ class Generation:
             self._timer.cancel()
             await self._stream.aclose()
             if self.record is not None:
-                self._stream.delivered(self.record.ended)
+                self._stream.client.delivered(self._add.id, self.record.ended)
 
     async def ledger(self) -> RequestLedger | None:
         """Where its time went, once it has ended; None if the engine has ended too."""
         if self._stream is None:
             return None
         try:
-            found = await self._stream.ledgers()
+            found = await self._stream.client.ledgers(self._add.id)
         except EngineGone:
             return None
         return found[-1] if found else None

@@ -65,10 +65,14 @@ class ScriptedStream:
     async def aclose(self) -> None:
         self.closed = True
 
-    def delivered(self, ended: float) -> None:
+    @property
+    def client(self) -> ScriptedStream:
+        return self
+
+    def delivered(self, id: str, ended: float) -> None:
         self.ended = ended
 
-    async def ledgers(self) -> list[RequestLedger]:
+    async def ledgers(self, name: str) -> list[RequestLedger]:
         return []
 
 

@@ -59,14 +59,6 @@ class ReplicaStream:
                 self._replicas.router.begun(self._route)
             return deltas
 
-    def delivered(self, ended: float) -> None:
-        """As of `Stream`."""
-        self.client.delivered(self.id, ended)
-
-    async def ledgers(self) -> list[RequestLedger]:
-        """As of `Stream`."""
-        return await self.client.ledgers(self.id)
-
     def expire(self) -> None:
         """As of `Stream`."""
         self._expired = True

@@ -242,7 +242,7 @@ async def test_a_request_asks_the_engine_that_has_it_for_its_ledger(tmp_path: Pa
         assert isinstance(await engines[0].heard(), Add)
         await engines[0].tell(Delta("a", 0, [5], "length"))
         assert [deltas async for deltas in stream] == [[Delta("a", 0, [5], "length")]]
-        asking = asyncio.create_task(stream.ledgers())
+        asking = asyncio.create_task(stream.client.ledgers(stream.id))
         asked = await engines[0].heard()
         assert isinstance(asked, AskLedgers)
         assert asked.name == "a"
