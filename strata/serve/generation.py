@@ -15,9 +15,9 @@ from strata.engine.process.messages import Add, Delta, TokenLogprobs
 from strata.engine.samples import Sample
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.watch.request_ledger import RequestLedger
-from strata.serve.admission import admission_of
 from strata.serve.client import EngineGone, EngineRefused, Stream
 from strata.serve.http.errors import ApiError
+from strata.serve.http.limits import AdmittedRequest
 from strata.serve.observe.logs import note_generation
 from strata.serve.observe.metrics import Endpoint, RequestRecord
 from strata.serve.routing.replicas import ReplicaStream
@@ -72,7 +72,7 @@ class Generation:
         reply_id: str = "",
     ) -> None:
         self._state = server_of(request)
-        self._admission = admission_of(request)
+        self._admission: AdmittedRequest = request.scope["state"]["admission"]
         self._endpoint = endpoint
         self._admission.add_prompt(len(prompt))
         self._add = Add(

@@ -107,12 +107,9 @@ async def _embed(
             vectors = await _all_vectors(state, admission, prompts, pooling, at_once)
         reason = "stop"
         return vectors
-    except TimeoutError:
+    except (TimeoutError, ApiError) as error:
         reason = "error"
-        raise admission.timed_out() from None
-    except ApiError:
-        reason = "error"
-        raise
+        raise error if isinstance(error, ApiError) else admission.timed_out() from None
     finally:
         if reason == "abort":
             state.metrics.aborted()
@@ -121,12 +118,8 @@ async def _embed(
                 endpoint="embeddings",
                 reason=reason,
                 arrival=admission.arrival,
-                scheduled=None,
-                first_token=None,
                 ended=time.monotonic(),
                 prompt_tokens=sum(map(len, prompts)),
-                cached_tokens=0,
-                output_tokens=0,
             )
         )
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import Scope
@@ -16,6 +15,7 @@ from starlette.types import Scope
 from strata.serve.http.validation import explain_fault
 from strata.serve.observe.logs import note_error
 from strata.serve.observe.metrics import REJECTIONS, Rejection
+from strata.serve.schema.base import ReplyModel
 
 
 class _Status(NamedTuple):
@@ -105,19 +105,20 @@ def internal_error() -> ApiError:
     return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
 
 
-class ErrorDetail(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+def draining() -> ApiError:
+    """What is said while the server ends."""
+    return ApiError(503, "the server is shutting down; ask another one", code="draining", headers={"retry-after": "5"})
 
+
+class ErrorDetail(ReplyModel):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class ErrorBody(BaseModel):
+class ErrorBody(ReplyModel):
     """How every request that fails is answered."""
-
-    model_config = ConfigDict(extra="forbid")
 
     error: ErrorDetail
 

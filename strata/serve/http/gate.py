@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from strata.serve.http.bodies import Bodies, Disconnected
-from strata.serve.http.errors import ApiError, rejection_of
+from strata.serve.http.errors import ApiError, draining, rejection_of
 from strata.serve.http.keys import ANONYMOUS, KeyRing
 from strata.serve.http.limits import Caller
 from strata.serve.http.request_head import RequestHead
@@ -153,8 +153,7 @@ class Gate:
 
     def _check_draining(self, head: RequestHead) -> None:
         if self._drain.begun and head.path not in _WHILE_DRAINING:
-            message = "the server is shutting down; ask another one"
-            raise ApiError(503, message, code="draining", headers={"retry-after": "5"})
+            raise draining()
 
     def _dressed(self, send: Send, head: RequestHead) -> Send:
         """`send` with the headers that every response bears."""

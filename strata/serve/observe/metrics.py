@@ -117,12 +117,12 @@ class RequestRecord:
     endpoint: Endpoint
     reason: str
     arrival: float
-    scheduled: float | None
-    first_token: float | None
     ended: float
     prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
+    scheduled: float | None = None
+    first_token: float | None = None
+    cached_tokens: int = 0
+    output_tokens: int = 0
 
 
 class Metrics:
