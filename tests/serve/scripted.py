@@ -137,10 +137,10 @@ class Scripted:
         self.state = state
 
     def chat(self, **fields: Any) -> Any:
-        return self._json("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], **fields})
+        return self.post("/v1/chat/completions", **{"messages": [{"role": "user", "content": "Hi"}], **fields})
 
     def complete(self, **fields: Any) -> Any:
-        return self._json("/v1/completions", {"prompt": "Hi", **fields})
+        return self.post("/v1/completions", **{"prompt": "Hi", **fields})
 
     def stream_chat(self, **fields: Any) -> list[Any]:
         body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, **fields}
@@ -149,9 +149,10 @@ class Scripted:
     def stream_completion(self, **fields: Any) -> list[Any]:
         return events(self.client.post("/v1/completions", json={"prompt": "Hi", "stream": True, **fields}).text)
 
-    def _json(self, path: str, body: Any) -> Any:
+    def post(self, path: str, status: int = 200, **body: Any) -> Any:
+        """What is answered, with that status."""
         response = self.client.post(path, json=body)
-        assert response.status_code == 200, response.text
+        assert response.status_code == status, response.text
         return response.json()
 
 
