@@ -31,7 +31,7 @@ FINGERPRINT = f"strata-{strata.__version__}"
 _encode = msgspec.json.encode
 
 
-class Answer:
+class AnswerWriter:
     """generations: what it is made of. output: False where what they generate is no part of it.
 
     prefix: of its id. object: its kind, as OpenAI's API names it. fields: what it and every chunk of it has besides.

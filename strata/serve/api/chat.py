@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 
 from fastapi import Request, Response
 
-from strata.serve.api.answer import Answer
+from strata.serve.api.answer import AnswerWriter
 from strata.serve.api.chat_choice import ChoiceStream, whole_choice
 from strata.serve.api.dialogue import Dialogue, Tools, parse_dialogue
 from strata.serve.api.prompts import Prompt, chat_prompt
@@ -25,7 +25,7 @@ router = api_router("chat")
 
 @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=streams(ChatChunk))
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
-    """Answer a conversation."""
+    """AnswerWriter a conversation."""
     received(request, "chat")
     if body.stream:
         return EventStream(_stream(body, request))
@@ -63,11 +63,11 @@ async def _stream(body: ChatRequest, request: Request) -> AsyncGenerator[bytes, 
     yield await answer.last()
 
 
-async def _parse(body: ChatRequest, request: Request) -> tuple[Answer, Dialogue, Generation]:
+async def _parse(body: ChatRequest, request: Request) -> tuple[AnswerWriter, Dialogue, Generation]:
     """The request as the engine takes it. Raises ApiError for what cannot be served."""
     state = server_of(request)
     object = "chat.completion.chunk" if body.stream else "chat.completion"
-    answer = Answer(request, body, "chatcmpl", object, service_tier="default")
+    answer = AnswerWriter(request, body, "chatcmpl", object, service_tier="default")
     body.check()
 
     async def render(admission: AdmittedRequest, tools: Tools) -> Prompt:

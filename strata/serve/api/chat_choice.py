@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from strata.engine.process.messages import TokenLogprobs
-from strata.serve.api.answer import Answer
+from strata.serve.api.answer import AnswerWriter
 from strata.serve.api.logprobs import chat_logprobs
 from strata.serve.generation import SampleDelta
 from strata.serve.replies.reply_events import ContentDelta, ReasoningDelta, ReplyEvent, ToolCallStart
@@ -44,7 +44,9 @@ def whole_choice(
 class ChoiceStream:
     """One choice of a stream. Parameters as of `whole_choice`."""
 
-    def __init__(self, answer: Answer, index: int, parser: ReplyParser, tokenizer: Tokenizer, with_ids: bool) -> None:
+    def __init__(
+        self, answer: AnswerWriter, index: int, parser: ReplyParser, tokenizer: Tokenizer, with_ids: bool
+    ) -> None:
         self.index = index
         self._answer = answer
         self._start = b'{"index":%d,"delta":' % index

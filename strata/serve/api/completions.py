@@ -11,7 +11,7 @@ import msgspec
 from fastapi import Request, Response
 
 from strata.serve.admission import admit_generation
-from strata.serve.api.answer import Answer
+from strata.serve.api.answer import AnswerWriter
 from strata.serve.api.completion_choice import ChoiceDelta, ChoiceText, check_echo, echo_of, written_choice
 from strata.serve.api.prompts import Prompt, bad_words_of, encode_all
 from strata.serve.generation import SampleDelta, merged_streams
@@ -80,7 +80,7 @@ class _ParsedCompletion:
     scores: only the prompts are reported. The engine generates a token all the same, which is dropped.
     """
 
-    answer: Answer
+    answer: AnswerWriter
     prompts: list[Prompt]
     choices: list[ChoiceText]
     samples: int
@@ -120,7 +120,7 @@ async def _parse(body: CompletionRequest, request: Request) -> _ParsedCompletion
     """The request as the engine takes it. Raises ApiError for what cannot be served."""
     state = server_of(request)
     scores = body.max_tokens == 0
-    answer = Answer(request, body, "cmpl", "text_completion", output=not scores)
+    answer = AnswerWriter(request, body, "cmpl", "text_completion", output=not scores)
     body.check()
     params = sampling_params(
         body,

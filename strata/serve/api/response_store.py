@@ -55,4 +55,4 @@ class ResponseStore:
 
     def delete(self, caller: str, id: str) -> bool:
         """Whether there was such a response of this caller."""
-        return self._by_caller.get(caller, {}).pop(id, None) is not None
+        return caller in self._by_caller and self._by_caller[caller].pop(id, None) is not None

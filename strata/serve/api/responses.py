@@ -115,7 +115,9 @@ async def _parse(body: ResponsesRequest, request: Request) -> _ParsedResponse:
     messages: list[dict[str, Any]] = []
 
     async def render(admission: AdmittedRequest, tools: Tools) -> Prompt:
-        before = [] if body.previous_response_id is None else _previous(body.previous_response_id, request).messages
+        before: list[dict[str, Any]] = []
+        if (earlier := body.previous_response_id) is not None:
+            before = _stored(request, earlier, "previous_response_id").messages
         messages.extend([*before, *input_messages(body.input, before)])
         instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
         return await response_prompt(
@@ -193,23 +195,16 @@ def _kept(body: ResponsesRequest, state: ServerState) -> bool:
     return False
 
 
-def _previous(id: str, request: Request) -> StoredResponse:
-    try:
-        return _stored(request, id)
-    except ApiError as error:
-        error.param = "previous_response_id"
-        raise
-
-
-def _stored(request: Request, id: str) -> StoredResponse:
+def _stored(request: Request, id: str, param: str | None = None) -> StoredResponse:
     state = server_of(request)
     if state.settings.api_workers > 1:
-        raise _no_store(None)
+        raise _no_store(param)
     found = state.responses.get(caller_of(request).name, id)
     if found is None:
         raise ApiError(
             404,
             f"there is no response {id!r:.100} here: it was not stored, was deleted, or has made room for newer ones",
+            param=param,
             code="response_not_found",
         )
     return found

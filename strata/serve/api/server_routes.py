@@ -15,7 +15,7 @@ from strata.serve.http.errors import ApiError
 from strata.serve.http.routes import api_router, json_response
 from strata.serve.http.validation import shown
 from strata.serve.schema.base import ReplyModel
-from strata.serve.schema.ledger import RequestLedgerReply
+from strata.serve.schema.reply import RequestLedgerReply
 from strata.serve.state import ServerState, ledger_name, server_of
 
 models_router, health_router, observation_router = map(api_router, ("models", "health", "observation"))

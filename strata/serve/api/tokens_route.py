@@ -13,9 +13,8 @@ from strata.serve.http.errors import ApiError
 from strata.serve.http.routes import api_router, json_response
 from strata.serve.schema.base import ReplyModel, RequestModel
 from strata.serve.schema.chat import MAX_TOOLS, Tool
-from strata.serve.schema.messages import Message, as_sent
+from strata.serve.schema.messages import Message, TemplateFields, as_sent
 from strata.serve.schema.sampling import TokenId, check_ids
-from strata.serve.schema.template import TemplateFields
 from strata.serve.state import received
 
 router = api_router("tokens")

@@ -18,7 +18,7 @@ from strata.serve.observe.metrics import REJECTIONS, Rejection
 from strata.serve.schema.base import ReplyModel
 
 
-class _Status(NamedTuple):
+class _OfStatus(NamedTuple):
     """rejection: what the metrics call it, None for a fault of ours. description: in the OpenAPI document."""
 
     type: str
@@ -28,17 +28,17 @@ class _Status(NamedTuple):
 
 _INVALID = "invalid_request_error"
 _STATUSES = {
-    400: _Status(_INVALID, "invalid", "The request is not one that can be served; `param` names the field."),
-    401: _Status("authentication_error", "unauthorized", "A key is missing or wrong."),
-    403: _Status("permission_error", "forbidden", "The key, or the page that asks, has no right to this."),
-    404: _Status("not_found_error", "invalid", "There is no such model or object."),
-    408: _Status("timeout_error", "deadline", "The request took longer than the server allows."),
-    413: _Status(_INVALID, "too_large", "The body is too large."),
-    415: _Status(_INVALID, "invalid", "The body is encoded in a way that is not read here."),
-    429: _Status("rate_limit_error", None, "Too many requests or tokens; come again after `Retry-After` seconds."),
-    431: _Status(_INVALID, "too_large"),
-    500: _Status("server_error", None, "The server failed."),
-    503: _Status("service_unavailable_error", None, "The engine is down, or the server is shutting down."),
+    400: _OfStatus(_INVALID, "invalid", "The request is not one that can be served; `param` names the field."),
+    401: _OfStatus("authentication_error", "unauthorized", "A key is missing or wrong."),
+    403: _OfStatus("permission_error", "forbidden", "The key, or the page that asks, has no right to this."),
+    404: _OfStatus("not_found_error", "invalid", "There is no such model or object."),
+    408: _OfStatus("timeout_error", "deadline", "The request took longer than the server allows."),
+    413: _OfStatus(_INVALID, "too_large", "The body is too large."),
+    415: _OfStatus(_INVALID, "invalid", "The body is encoded in a way that is not read here."),
+    429: _OfStatus("rate_limit_error", None, "Too many requests or tokens; come again after `Retry-After` seconds."),
+    431: _OfStatus(_INVALID, "too_large"),
+    500: _OfStatus("server_error", None, "The server failed."),
+    503: _OfStatus("service_unavailable_error", None, "The engine is down, or the server is shutting down."),
 }
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 
@@ -68,7 +68,7 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        return _STATUSES.get(self.status, _Status(_INVALID if self.status < 500 else "server_error")).type
+        return _STATUSES.get(self.status, _OfStatus(_INVALID if self.status < 500 else "server_error")).type
 
     @property
     def word(self) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -146,7 +146,7 @@ class Metrics:
         self._model_name, self._worker = model_name, worker
         self._handlers = list(handlers)
         self._callers = CallerCounts(folder, worker)
-        keys: list[tuple[int | str, ...]] = [
+        keys: list[tuple[Any, ...]] = [
             *((name, *value) for name, (_, _, values) in _COUNTERS.items() for value in values),
             # One bucket above the last bound, and the sum.
             *((name, at) for name, (_, bounds) in _HISTOGRAMS.items() for at in range(len(bounds) + 2)),

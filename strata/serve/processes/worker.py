@@ -38,8 +38,7 @@ from strata.serve.observe.logs import AccessLog, configure_logging, log_refusal
 from strata.serve.observe.metrics import Metrics
 from strata.serve.observe.tracing import RequestTracer, make_tracer
 from strata.serve.processes.drain import Drain
-from strata.serve.routing.drains import ReplicaDrains
-from strata.serve.routing.replicas import Replicas
+from strata.serve.routing.replicas import ReplicaDrains, Replicas
 from strata.serve.settings import ServeSettings
 from strata.serve.state import ServerState
 from strata.text.chat_template import AsyncTemplateRenderer

@@ -17,7 +17,7 @@ from strata.serve.replies.reply_events import (
     merged,
 )
 from strata.serve.replies.tool_call_parser import ToolCallParser
-from strata.serve.replies.tool_formats import tool_format as named_format
+from strata.serve.replies.tool_formats import TOOL_FORMATS
 from strata.text.tokenizer import Tokenizer
 
 
@@ -35,7 +35,7 @@ class ReplyParser:
         self, tool_format: str | None, reasoning: bool, *, in_reasoning: bool = False, parallel: bool = True
     ) -> None:
         self._splitter = ReasoningSplitter(in_reasoning) if reasoning else None
-        self._tools = ToolCallParser(named_format(tool_format)) if tool_format else None
+        self._tools = ToolCallParser(TOOL_FORMATS[tool_format]) if tool_format else None
         self._parallel = parallel
         self.splits = reasoning or tool_format is not None
 
@@ -74,7 +74,7 @@ def with_visible_tags(
     """
     tags = [OPENING, CLOSING] if reasoning else []
     if tool_format is not None:
-        tags += [named_format(tool_format).opening, named_format(tool_format).closing]
+        tags += [TOOL_FORMATS[tool_format].opening, TOOL_FORMATS[tool_format].closing]
     hidden = any(tokenizer.id(tag) in tokenizer.special_ids for tag in tags)
     return replace(params, skip_special_tokens=False) if hidden else params
 

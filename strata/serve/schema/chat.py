@@ -9,10 +9,9 @@ from pydantic import Field, StringConstraints
 from strata.serve.http.errors import ApiError
 from strata.serve.replies.tool_formats import FUNCTION_NAME
 from strata.serve.schema.base import RequestModel, Unsupported, described_as
-from strata.serve.schema.messages import Message
+from strata.serve.schema.messages import Message, TemplateFields
 from strata.serve.schema.sampling import Count, GenerationFields, SamplingFields, TopLogprobs
 from strata.serve.schema.structured import FormatFields
-from strata.serve.schema.template import TemplateFields
 from strata.text.messages import NO_ARGUMENTS
 
 # Every request carries its tools through the template, and templates have a time limit.

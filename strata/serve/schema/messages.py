@@ -1,4 +1,4 @@
-"""The messages of a chat, as clients send them; fields not named here are ignored."""
+"""The messages of a chat, as clients send them, of which fields not named here are ignored; how they are rendered."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Tag
 
-from strata.serve.schema.base import HistoryModel, Unsupported, discriminated_by
+from strata.serve.http.errors import ApiError
+from strata.serve.schema.base import HistoryModel, RequestModel, Unsupported, discriminated_by
+from strata.text.chat_template import NO_VARIABLES
 
 _TEXT_ONLY = "this server reads text only"
 
@@ -95,3 +97,34 @@ Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage
 def as_sent(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages with the fields that are known here and have a value, for `strata.text.messages`."""
     return [message.model_dump(exclude_none=True) for message in messages]
+
+
+class TemplateFields(RequestModel):
+    add_generation_prompt: bool | None = None
+    """Open the assistant's answer after the messages; the default. (This and what follows are vLLM's extensions.)"""
+    continue_final_message: bool | None = None
+    """Leave the last message open instead, to be written on."""
+    chat_template_kwargs: (
+        Annotated[dict[str, Any], Field(json_schema_extra={"propertyNames": {"not": {"enum": list(NO_VARIABLES)}}})]
+        | None
+    ) = None
+    """Variables for the chat template, such as `enable_thinking`; one that the template does not read has no effect."""
+    parse_special_tokens: bool | None = None
+    """Special tokens that messages spell become those tokens; by default they are text. (An extension of our own.)"""
+
+    def check_template(self) -> None:
+        """Raises ApiError (400) for fields that do not go together."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ApiError(
+                400,
+                "continue_final_message leaves the last message open: leave out add_generation_prompt",
+                param="add_generation_prompt",
+            )
+        for name in self.chat_template_kwargs or ():
+            if name in NO_VARIABLES:
+                where = f"chat_template_kwargs.{name}"
+                raise ApiError(400, f"{where}: this is no variable that a request can set there", param=where)
+
+    @property
+    def opens_answer(self) -> bool:
+        return not self.continue_final_message and self.add_generation_prompt is not False

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -330,39 +330,3 @@ async def test_without_a_bound_nothing_is_killed(address: str, stub: subprocess.
         assert client.alive
         stub.send_signal(signal.SIGCONT)
         assert sum(len(delta.tokens) for deltas in [one async for one in stream] for delta in deltas) == 3
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    wait_for(condition)
-
-
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_server_whose_engine_hangs_says_so_and_ends(workers: str) -> None:
-    with running("--engine-timeout", "2", "--api-workers", workers) as server, ThreadPoolExecutor(1) as pool:
-        children = server.children()
-        with server.stream(max_tokens=1000) as events:
-            next(events)
-            os.kill(server.engine(), signal.SIGSTOP)
-            whole = pool.submit(server.complete, max_tokens=10)
-            rest = list(events)
-        assert rest[-1]["error"]["code"] == "engine_dead"
-        assert set(rest[-1]["error"]) == {"message", "type", "param", "code"}
-        assert server.status("/health") == 503
-        assert whole.result().status_code == 503
-        assert server.wait() == 1
-        assert "the engine is taken for dead and killed" in server.output()
-        eventually(lambda: not any(map(is_alive, children)))
-
-
-def test_a_hung_engine_is_replaced_if_that_is_asked_for() -> None:
-    with running("--engine-timeout", "2", "--restart-engine") as server:
-        first = server.engine()
-        answer = server.complete(temperature=0, max_tokens=20).json()["choices"]
-        os.kill(first, signal.SIGSTOP)
-        refused = server.complete(max_tokens=1)
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "engine_dead"
-        wait_for(lambda: server.status("/ready") == 200, server.output)
-        assert server.engine() != first
-        assert not is_alive(first)
-        assert server.complete(temperature=0, max_tokens=20).json()["choices"] == answer

@@ -28,8 +28,7 @@ from strata.engine.routing.router import Standing
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.client import EngineClient, EngineGone
 from strata.serve.routing import replicas as module
-from strata.serve.routing.drains import LastReplica, ReplicaDrains
-from strata.serve.routing.replicas import Replicas
+from strata.serve.routing.replicas import LastReplica, ReplicaDrains, Replicas
 from tests.serve.test_client import READY, ScriptedEngine
 
 DOCUMENT = [7] * (8 * BLOCK_TOKENS)  # saves as much as two samples weigh
