@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
 import threading
-import weakref
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
-from strata.text.killable_worker import (
-    READ_BYTES,
-    START_SECONDS,
-    end_helper,
-    not_started,
-    pipes_of,
-    start_helper,
-    write_some,
-)
+from strata.text.killable_worker import START_SECONDS, Helper, not_started, question, reply_of
 
 
 class AsyncWorker:
@@ -36,10 +23,9 @@ class AsyncWorker:
 
     def __init__(self, module: str, deadline: float, max_answer_bytes: int) -> None:
         self._module, self._deadline, self._most_answer = module, deadline, max_answer_bytes
-        self._process: subprocess.Popen[bytes] | None = None
+        self._helper: Helper | None = None
         self._turn = asyncio.Lock()
         self._answer: asyncio.Future[bytes | None] | None = None
-        self._received = bytearray()
         self._closed = 0  # how often
 
     async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,58 +34,50 @@ class AsyncWorker:
         Raises TypeError or ValueError if the request cannot be written as JSON, and RuntimeError if there is no process
         to be had.
         """
-        line = f"{json.dumps({**request, 'seconds': self._deadline})}\n".encode("ascii")
-        closed = self._closed
+        line, closed = question(request, self._deadline), self._closed
         async with self._turn:
             answer: bytes | None = b""
-            if self._process is not None and self._process.poll() is not None:
+            if self._helper is not None and self._helper.has_ended:
                 self._stop()
-            if closed == self._closed and self._process is None:
-                await self._start()
             if closed == self._closed:
-                answer = await self._exchange(line, self._deadline)
+                answer = await self._exchange(self._helper or await self._start(), line, self._deadline)
             if closed != self._closed:
                 return {"error": "it was ended"}
             if not answer:
                 self._stop()
-                return {"error": f"it ran longer than {self._deadline:g} s" if answer is None else "its process died"}
-        reply: dict[str, Any] = json.loads(answer)
-        return reply
+        return reply_of(answer, self._deadline)
 
     def close(self) -> None:
         """End the process; what it has not answered fails. A later question starts another one."""
         self._closed += 1
         self._stop()
 
-    async def _start(self) -> None:
-        self._process = start_helper(self._module)
-        self._end_process = weakref.finalize(self, end_helper, self._process)
-        self._writing, self._reading = pipes_of(self._process)
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._reading, self._read)
-        closed = self._closed
-        if not await self._exchange(b"", START_SECONDS) and closed == self._closed:  # its first words
+    async def _start(self) -> Helper:
+        self._helper = helper = Helper(self._module, self._most_answer)
+        self._loop, closed = asyncio.get_running_loop(), self._closed
+        self._loop.add_reader(helper.reading, self._read)
+        if not await self._exchange(helper, b"", START_SECONDS) and closed == self._closed:  # its first words
             self._stop()
             raise not_started(self._module)
+        return helper
 
     def _stop(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
+        helper, self._helper = self._helper, None
+        if helper is None:
             return
-        self._loop.remove_reader(self._reading)
-        self._loop.remove_writer(self._writing)
+        self._loop.remove_reader(helper.reading)
+        self._loop.remove_writer(helper.writing)
         self._set_answer(b"")
-        process.kill()
-        threading.Thread(target=self._end_process).start()  # what had much memory takes a while to be gone
+        helper.process.kill()
+        threading.Thread(target=helper.end).start()  # what had much memory takes a while to be gone
 
-    async def _exchange(self, line: bytes, seconds: float) -> bytes | None:
-        """What the process says next, after it was told a line; nothing if it dies, None if its time is over."""
+    async def _exchange(self, helper: Helper, line: bytes, seconds: float) -> bytes | None:
+        """What the helper says next, after it was told a line; nothing if it has ended, None if its time is over."""
+        if helper is not self._helper:
+            return b""
         self._answer = self._loop.create_future()
-        self._received.clear()
-        self._unsent = memoryview(line)
-        self._write()
-        if self._unsent:
-            self._loop.add_writer(self._writing, self._write)
+        if not helper.tell(line):
+            self._loop.add_writer(helper.writing, self._write)
         timer = self._loop.call_later(seconds, self._expire)
         try:
             return await self._answer
@@ -111,23 +89,14 @@ class AsyncWorker:
             self._answer = None
 
     def _write(self) -> None:
-        with suppress(OSError):  # it has ended, which `_read` will find behind what it said before
-            self._unsent = self._unsent[write_some(self._writing, self._unsent) :]
-            if self._unsent:
-                return
-        self._loop.remove_writer(self._writing)
+        if self._helper is not None and self._helper.write():
+            self._loop.remove_writer(self._helper.writing)
 
     def _read(self) -> None:
-        try:
-            part = os.read(self._reading, READ_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            part = b""
-        self._received += part
-        if part.endswith(b"\n"):
-            self._set_answer(bytes(self._received))
-        elif not part or len(self._received) > self._most_answer:
+        answer = None if self._helper is None else self._helper.read()
+        if answer:
+            self._set_answer(answer)
+        elif answer is not None:
             self._stop()
 
     def _expire(self) -> None:

@@ -89,6 +89,15 @@ def discriminated_by(kind_of: Callable[[Any], str | None], fault: str, message: 
     return Discriminator(kind_of, custom_error_type=fault, custom_error_message=message)
 
 
+def text_or(other: str, fault: str, message: str) -> Discriminator:
+    """For a union of a string, whose tag is "text", and a list."""
+
+    def kind_of(value: Any) -> str | None:
+        return "text" if isinstance(value, str) else other if isinstance(value, list) else None
+
+    return discriminated_by(kind_of, fault, message)
+
+
 def described_as(kinds: str) -> WrapValidator:
     """For a union: its fault is reported as one, "must be {kinds}", rather than as one fault for each kind."""
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Tag
 
 from strata.serve.http.errors import ApiError
-from strata.serve.schema.base import HistoryModel, RequestModel, Unsupported, discriminated_by
+from strata.serve.schema.base import HistoryModel, RequestModel, Unsupported, text_or
 from strata.text.chat_template import NO_VARIABLES
 
 _TEXT_ONLY = "this server reads text only"
@@ -24,13 +24,7 @@ class RefusalPart(HistoryModel):
     refusal: str
 
 
-def _kind_of_content(value: Any) -> str | None:
-    return "text" if isinstance(value, str) else "parts" if isinstance(value, list) else None
-
-
-_BY_CONTENT = discriminated_by(
-    _kind_of_content, "content", 'Input should be a string or a list of {"type": "text", "text": ...}'
-)
+_BY_CONTENT = text_or("parts", "content", 'Input should be a string or a list of {"type": "text", "text": ...}')
 Content = Annotated[Annotated[str, Tag("text")] | Annotated[list[TextPart], Tag("parts")], _BY_CONTENT]
 AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 AssistantContent = Annotated[Annotated[str, Tag("text")] | Annotated[list[AssistantPart], Tag("parts")], _BY_CONTENT]

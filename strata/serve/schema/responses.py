@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, Tag
 
 from strata.serve.http.errors import ApiError
-from strata.serve.schema.base import HistoryModel, RequestModel, Unsupported, described_as, discriminated_by
+from strata.serve.schema.base import HistoryModel, RequestModel, Unsupported, described_as, discriminated_by, text_or
 from strata.serve.schema.chat import MAX_TOOLS, DialogueFields, Function, FunctionName, ReasoningEffort, Verbosity
 from strata.serve.schema.messages import RefusalPart
 from strata.serve.schema.sampling import Count
@@ -86,10 +86,6 @@ Item = Annotated[
 Items = Annotated[list[Item], Field(min_length=1)]
 
 
-def _kind_of_input(value: Any) -> str | None:
-    return "text" if isinstance(value, str) else "items" if isinstance(value, list) else None
-
-
 class _FunctionKind(RequestModel):
     type: Literal["function"]
 
@@ -135,7 +131,7 @@ class ResponsesStreamOptions(RequestModel):
 class ResponsesRequest(DialogueFields):
     input: Annotated[
         Annotated[str, Tag("text")] | Annotated[Items, Tag("items")],
-        discriminated_by(_kind_of_input, "input", "Input should be a string or a list of items"),
+        text_or("items", "input", "Input should be a string or a list of items"),
     ]
     """What the user says, or items: messages, calls, their outputs, reasoning."""
     instructions: str | None = None
