@@ -176,7 +176,8 @@ class Limits:
         if found is None:
             bounds = (self._settings.requests_per_minute, self._settings.tokens_per_minute)
             shares = (None if bound is None else bound / self._settings.api_workers for bound in bounds)
-            found = self._allowances[caller.name] = _Allowance(*(TokenBucket(share, now) for share in shares))
+            requests, tokens = (TokenBucket(share, now) for share in shares)
+            found = self._allowances[caller.name] = _Allowance(requests, tokens)
         return found
 
     def _check_sequences(self, allowance: _Allowance, sequences: int, now: float) -> None:
