@@ -25,7 +25,8 @@ def whole_choice(
     token ids."""
     reply = collect(parser.append("".join(delta.text for delta in deltas)) + parser.finish())
     calls = [call.as_sent() for call in reply.tool_calls]
-    message: dict[str, Any] = {"role": "assistant", "content": reply.content or (None if calls else ""), "refusal": None}
+    said = reply.content or (None if calls else "")
+    message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
     if calls:
