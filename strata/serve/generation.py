@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Self
+from typing import NamedTuple, Self
 from uuid import uuid4
 
 import msgspec
@@ -40,6 +40,16 @@ class SampleDelta(msgspec.Struct, frozen=True):
     stop_reason: int | str | None
 
 
+class EngineRequest(NamedTuple):
+    """What the engine is asked to go on from. prompt: token ids, at least one. bad_words: those of `params` as ids.
+    grammar: one that was found to compile."""
+
+    prompt: list[int]
+    params: SamplingParams
+    bad_words: list[tuple[int, ...]]
+    grammar: str | None
+
+
 class Generation:
     """The samples of one prompt, as an asynchronous iterator over lists of deltas: all that came since the last list.
 
@@ -49,8 +59,7 @@ class Generation:
     The engine is asked at the first step of the iteration. Leaving the `async with` block before the end aborts the
     request there; that is how a client that has left frees its memory.
 
-    request: admitted, with places for these samples; its log line will tell of them. prompt: token ids, at least one.
-    endpoint: for the metrics. bad_words: those of `params` as ids. grammar: one that was found to compile.
+    request: admitted, with places for these samples; its log line will tell of them. endpoint: for the metrics.
     priority: lower runs first. reply_id: of what it is answered with, by which its ledger can be asked for.
     cached_tokens: how much of the prompt was in the prefix cache. completion_tokens: of all samples so far.
     record: what the metrics have of it, None until it has ended.
@@ -62,15 +71,13 @@ class Generation:
     def __init__(
         self,
         request: Request,
-        prompt: list[int],
-        params: SamplingParams,
-        *,
         endpoint: Endpoint,
-        bad_words: list[tuple[int, ...]],
-        grammar: str | None = None,
-        priority: int = 0,
+        asked: EngineRequest,
+        *,
+        priority: int | None = None,
         reply_id: str = "",
     ) -> None:
+        prompt, params, bad_words, grammar = asked
         self._state = server_of(request)
         self._admission: AdmittedRequest = request.scope["state"]["admission"]
         self._endpoint = endpoint
@@ -79,7 +86,7 @@ class Generation:
             id=uuid4().hex,
             prompt=prompt,
             params=params,
-            priority=priority,
+            priority=priority or 0,
             # Not of the request's arrival: whoever sends a body slowly would pass those who came meanwhile.
             arrival=time.monotonic(),
             salt=self._admission.caller.salt,

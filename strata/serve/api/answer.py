@@ -15,10 +15,8 @@ import msgspec
 from fastapi import Request, Response
 
 import strata
-from strata.engine.sampling_params import SamplingParams
 from strata.engine.watch.request_ledger import PARTS, Part, RequestLedger
-from strata.serve.generation import Generation
-from strata.serve.grammar import Grammar
+from strata.serve.generation import EngineRequest, Generation
 from strata.serve.http.routes import json_response
 from strata.serve.http.sse import DONE
 from strata.serve.observe.metrics import Endpoint
@@ -55,27 +53,11 @@ class AnswerWriter:
         self._end = b',"usage":null}\n\n' if body.includes_usage else b"}\n\n"
         self._continuous_usage = body.continuous_usage
 
-    def generate(
-        self,
-        endpoint: Endpoint,
-        prompt: list[int],
-        params: SamplingParams,
-        bad_words: list[tuple[int, ...]],
-        grammar: Grammar | None,
-    ) -> Generation:
-        """One more generation, as of `Generation`."""
-        generation = Generation(
-            self._request,
-            prompt,
-            params,
-            endpoint=endpoint,
-            bad_words=bad_words,
-            grammar=None if grammar is None else grammar.text,
-            priority=self._body.priority or 0,
-            reply_id=self.id,
-        )
-        self.generations.append(generation)
-        return generation
+    def generate(self, endpoint: Endpoint, asked: EngineRequest) -> Generation:
+        """One more generation."""
+        made = Generation(self._request, endpoint, asked, priority=self._body.priority, reply_id=self.id)
+        self.generations.append(made)
+        return made
 
     def usage(self) -> dict[str, Any]:
         """What has been used so far, see `schema.reply.Usage`."""

@@ -8,13 +8,14 @@ from fastapi import Request, Response
 
 from strata.serve.api.answer import AnswerWriter
 from strata.serve.api.chat_choice import ChoiceStream, whole_choice
-from strata.serve.api.dialogue import Dialogue, Tools, parse_dialogue
+from strata.serve.api.dialogue import Tools, parse_dialogue
 from strata.serve.api.prompts import Prompt, chat_prompt
-from strata.serve.generation import Generation, SampleDelta
+from strata.serve.generation import SampleDelta
 from strata.serve.grammar import answer_grammar
 from strata.serve.http.limits import AdmittedRequest
 from strata.serve.http.routes import api_router
 from strata.serve.http.sse import EventStream, run_until_disconnect, streams
+from strata.serve.replies.reply_parser import ReplyParser
 from strata.serve.schema.chat import ChatRequest
 from strata.serve.schema.chat_reply import ChatChunk, ChatCompletion
 from strata.serve.schema.messages import as_sent
@@ -33,29 +34,28 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 
 
 async def _answer(body: ChatRequest, request: Request) -> Response:
-    answer, dialogue, generation = await _parse(body, request)
-    deltas: list[list[SampleDelta]] = [[] for _ in dialogue.parsers]
-    async with generation:
+    answer, prompt_ids, parsers = await _parse(body, request)
+    deltas: list[list[SampleDelta]] = [[] for _ in parsers]
+    async with answer.generations[0] as generation:
         async for batch in generation:
             for delta in batch:
                 deltas[delta.index].append(delta)
-    tokenizer, with_ids = server_of(request).tokenizer, bool(body.return_token_ids)
+    tokenizer = server_of(request).tokenizer
     choices = [
-        whole_choice(index, own, parser, tokenizer, with_ids)
-        for index, (own, parser) in enumerate(zip(deltas, dialogue.parsers, strict=True))
+        whole_choice(index, own, parser, tokenizer, prompt_ids is not None)
+        for index, (own, parser) in enumerate(zip(deltas, parsers, strict=True))
     ]
-    return await answer.whole(choices, **({"prompt_token_ids": dialogue.prompt} if with_ids else {}))
+    return await answer.whole(choices, **({} if prompt_ids is None else {"prompt_token_ids": prompt_ids}))
 
 
 async def _stream(body: ChatRequest, request: Request) -> AsyncGenerator[bytes, None]:
-    answer, dialogue, generation = await _parse(body, request)
-    prompt_ids = dialogue.prompt if body.return_token_ids else None
+    answer, prompt_ids, parsers = await _parse(body, request)
     choices = [
         ChoiceStream(answer, index, parser, server_of(request).tokenizer, prompt_ids is not None)
-        for index, parser in enumerate(dialogue.parsers)
+        for index, parser in enumerate(parsers)
     ]
     roles = b"".join([choice.role(None if choice.index else prompt_ids) for choice in choices])
-    async with generation:
+    async with answer.generations[0] as generation:
         async for deltas in generation:
             chunks, roles = roles + b"".join([choices[delta.index].chunks(delta) for delta in deltas]), b""
             if chunks:
@@ -63,24 +63,16 @@ async def _stream(body: ChatRequest, request: Request) -> AsyncGenerator[bytes, 
     yield await answer.last()
 
 
-async def _parse(body: ChatRequest, request: Request) -> tuple[AnswerWriter, Dialogue, Generation]:
-    """The request as the engine takes it. Raises ApiError for what cannot be served."""
-    state = server_of(request)
+async def _parse(body: ChatRequest, request: Request) -> tuple[AnswerWriter, list[int] | None, list[ReplyParser]]:
+    """The answer, about to be generated, the ids of its prompt if they are to be reported, and a parser for each choice.
+    Raises ApiError for what cannot be served."""
     object = "chat.completion.chunk" if body.stream else "chat.completion"
     answer = AnswerWriter(request, body, "chatcmpl", object, service_tier="default")
     body.check()
 
     async def render(admission: AdmittedRequest, tools: Tools) -> Prompt:
-        return await chat_prompt(
-            state,
-            admission,
-            as_sent(body.messages),
-            tools=tools,
-            add_generation_prompt=body.opens_answer,
-            continue_final_message=bool(body.continue_final_message),
-            variables=body.template_variables,
-            parse_special_tokens=bool(body.parse_special_tokens),
-        )
+        return await chat_prompt(server_of(request), admission, as_sent(body.messages), **body.rendering(tools))
 
-    dialogue = await parse_dialogue(body, request, lambda: answer_grammar(body), render)
-    return answer, dialogue, answer.generate("chat", *dialogue[:4])
+    asked, parsers = await parse_dialogue(body, request, lambda: answer_grammar(body), render)
+    answer.generate("chat", asked)
+    return answer, asked.prompt if body.return_token_ids else None, parsers

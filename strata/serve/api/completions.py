@@ -14,7 +14,7 @@ from strata.serve.admission import admit_generation
 from strata.serve.api.answer import AnswerWriter
 from strata.serve.api.completion_choice import ChoiceDelta, ChoiceText, check_echo, echo_of, written_choice
 from strata.serve.api.prompts import Prompt, bad_words_of, encode_all
-from strata.serve.generation import SampleDelta, merged_streams
+from strata.serve.generation import EngineRequest, SampleDelta, merged_streams
 from strata.serve.grammar import answer_grammar
 from strata.serve.http.limits import AdmittedRequest
 from strata.serve.http.routes import api_router
@@ -140,7 +140,8 @@ async def _parse(body: CompletionRequest, request: Request) -> _ParsedCompletion
     note_prompt(request.scope, "\n".join(prompt.text for prompt in prompts))
     bad_words = await bad_words_of(state, admission, params)
     for prompt in prompts:
-        answer.generate("completions", prompt.ids, params, bad_words, grammar)
+        asked = EngineRequest(prompt.ids, params, bad_words, None if grammar is None else grammar.text)
+        answer.generate("completions", asked)
     choices = [
         ChoiceText(prompt, params, state.tokenizer, start=len(prompt.text) if body.echo else 0)
         for prompt in prompts

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import Request
 
-from strata.engine.sampling_params import SamplingParams
 from strata.serve.admission import admit_generation
 from strata.serve.api.prompts import Prompt, bad_words_of
+from strata.serve.generation import EngineRequest
 from strata.serve.grammar import Grammar
 from strata.serve.http.limits import AdmittedRequest
 from strata.serve.observe.logs import note_prompt
@@ -24,24 +24,17 @@ from strata.serve.state import server_of
 Tools = list[dict[str, Any]] | None
 
 
-class Dialogue(NamedTuple):
-    """What the engine is asked, and a parser for each sample of the reply. bad_words: those of `params` as ids."""
-
-    prompt: list[int]
-    params: SamplingParams
-    bad_words: list[tuple[int, ...]]
-    grammar: Grammar | None
-    parsers: list[ReplyParser]
-
-
 async def parse_dialogue(
     body: ChatRequest | ResponsesRequest,
     request: Request,
     answer: Callable[[], Grammar | None],
     render: Callable[[AdmittedRequest, Tools], Awaitable[Prompt]],
-) -> Dialogue:
-    """A request, let in. answer: tells what an answer that calls nothing must follow, if anything. render: makes the
-    prompt, with tools for the chat template. Raises ApiError for what cannot be served."""
+) -> tuple[EngineRequest, list[ReplyParser]]:
+    """A request, let in, and a parser for each sample of the reply. Raises ApiError for what cannot be served.
+
+    answer: tells what an answer that calls nothing must follow, if anything. render: makes the prompt, with tools for
+        the chat template.
+    """
     state = server_of(request)
     params = sampling_params(
         body, state.client.ready, max_tokens=body.requested_max_tokens, logprobs=body.reported_logprobs
@@ -65,4 +58,5 @@ async def parse_dialogue(
     parsers = [
         ReplyParser(tools.tool_format, reasoning, in_reasoning=opened, parallel=tools.parallel) for _ in range(params.n)
     ]
-    return Dialogue(prompt.ids, params, bad_words, tools.grammar, parsers)
+    grammar = None if tools.grammar is None else tools.grammar.text
+    return EngineRequest(prompt.ids, params, bad_words, grammar), parsers

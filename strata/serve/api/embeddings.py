@@ -100,38 +100,8 @@ async def _embed(
     pooling: Literal["last", "mean"],
     at_once: int,
 ) -> list[list[float]]:
-    """The vectors in the order of the prompts. Metrics count the request as one."""
-    reason = "abort"
-    try:
-        async with asyncio.timeout(admission.deadline - time.monotonic()):
-            vectors = await _all_vectors(state, admission, prompts, pooling, at_once)
-        reason = "stop"
-        return vectors
-    except (TimeoutError, ApiError) as error:
-        reason = "error"
-        raise error if isinstance(error, ApiError) else admission.timed_out() from None
-    finally:
-        if reason == "abort":
-            state.metrics.aborted()
-        state.metrics.finished(
-            RequestRecord(
-                endpoint="embeddings",
-                reason=reason,
-                arrival=admission.arrival,
-                ended=time.monotonic(),
-                prompt_tokens=sum(map(len, prompts)),
-            )
-        )
-
-
-async def _all_vectors(
-    state: ServerState,
-    admission: AdmittedRequest,
-    prompts: list[list[int]],
-    pooling: Literal["last", "mean"],
-    at_once: int,
-) -> list[list[float]]:
-    """Asks the engine for a few at a time; when this is cancelled or one fails, the others are aborted."""
+    """The vectors in the order of the prompts, of which the engine is asked for a few at a time; when this is cancelled
+    or one fails, the others are aborted. Metrics count the request as one."""
     places = asyncio.Semaphore(at_once)
 
     async def embed(number: int, prompt: list[int]) -> list[float]:
@@ -146,11 +116,22 @@ async def _all_vectors(
             return vector
 
     tasks = [asyncio.create_task(embed(number, prompt)) for number, prompt in enumerate(prompts)]
+    reason = "abort"
     try:
-        return await asyncio.gather(*tasks)
+        async with asyncio.timeout(admission.deadline - time.monotonic()):
+            vectors = await asyncio.gather(*tasks)
+        reason = "stop"
+        return vectors
+    except (TimeoutError, ApiError) as error:
+        reason = "error"
+        raise error if isinstance(error, ApiError) else admission.timed_out() from None
     finally:
         for task in tasks:
             task.cancel()
+        if reason == "abort":
+            state.metrics.aborted()
+        ended, tokens = time.monotonic(), sum(map(len, prompts))
+        state.metrics.finished(RequestRecord("embeddings", reason, admission.arrival, ended, tokens))
 
 
 def _base64(vector: list[float]) -> str:

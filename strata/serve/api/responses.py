@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -54,30 +53,24 @@ async def delete_response(request: Request, id: str) -> DeletedResponse:
     return DeletedResponse(id=id, object="response", deleted=True)
 
 
-@dataclass(frozen=True)
-class _ParsedResponse:
-    """messages: the conversation so far, without the instructions; None if the response is not to be kept."""
-
-    response: ResponseInProgress
-    generation: Generation
-    messages: list[dict[str, Any]] | None
+# A response, its generation, and the conversation so far without the instructions; None if it is not to be kept.
+_Parsed = tuple[ResponseInProgress, Generation, list[dict[str, Any]] | None]
 
 
 async def _answer(body: ResponsesRequest, request: Request) -> Response:
-    parsed = await _parse(body, request)
-    async with parsed.generation as generation:
+    response, generation, messages = await _parse(body, request)
+    async with generation:
         async for deltas in generation:
             for delta in deltas:
-                parsed.response.take(delta)
-    _complete(parsed, request)
-    return json_response(parsed.response.body)
+                response.take(delta)
+    _complete(request, response, generation, messages)
+    return json_response(response.body)
 
 
 async def _stream(body: ResponsesRequest, request: Request) -> AsyncGenerator[bytes, None]:
-    parsed = await _parse(body, request)
-    response, writer = parsed.response, EventWriter()
-    begun = False
-    async with parsed.generation as generation:
+    response, generation, messages = await _parse(body, request)
+    writer, begun = EventWriter(), False
+    async with generation:
         try:
             async for deltas in generation:
                 events = [] if begun else response.begin()
@@ -91,22 +84,22 @@ async def _stream(body: ResponsesRequest, request: Request) -> AsyncGenerator[by
                 raise
             yield writer.write(response.fail(error))
             return
-    _complete(parsed, request)
+    _complete(request, response, generation, messages)
     yield writer.write(response.end())
 
 
-def _complete(parsed: _ParsedResponse, request: Request) -> None:
+def _complete(
+    request: Request, response: ResponseInProgress, generation: Generation, messages: list[dict[str, Any]] | None
+) -> None:
     """After the last delta: complete the object, and keep it if that was asked for."""
-    response = parsed.response
-    response.finish(parsed.generation)
-    if parsed.messages is None:
+    response.finish(generation)
+    if messages is None:
         return
-    messages = [*parsed.messages, assistant_message(collect(response.reply))]
-    kept = StoredResponse(response.body, messages)
+    kept = StoredResponse(response.body, [*messages, assistant_message(collect(response.reply))])
     response.body["store"] = server_of(request).responses.put(caller_of(request).name, response.body["id"], kept)
 
 
-async def _parse(body: ResponsesRequest, request: Request) -> _ParsedResponse:
+async def _parse(body: ResponsesRequest, request: Request) -> _Parsed:
     """The request as the engine takes it. Raises ApiError for what cannot be served."""
     state = server_of(request)
     model = state.model_name(body.model)
@@ -119,36 +112,15 @@ async def _parse(body: ResponsesRequest, request: Request) -> _ParsedResponse:
         if (earlier := body.previous_response_id) is not None:
             before = _stored(request, earlier, "previous_response_id").messages
         messages.extend([*before, *input_messages(body.input, before)])
-        instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        return await response_prompt(
-            state,
-            admission,
-            [*instructions, *messages],
-            tools,
-            body.template_variables,
-            shorten=body.truncation == "auto",
-            output_tokens=body.max_output_tokens or 1,
-        )
+        return await response_prompt(state, admission, body, messages, tools)
 
     def form() -> Grammar | None:
         return None if body.text is None else format_grammar(body.text.format, "text.format")
 
-    prompt, params, bad_words, grammar, (parser,) = await parse_dialogue(body, request, form, render)
-    new = _new_body(body, model, params, keep)
-    return _ParsedResponse(
-        ResponseInProgress(new, parser, state.tokenizer),
-        Generation(
-            request,
-            prompt,
-            params,
-            endpoint="responses",
-            bad_words=bad_words,
-            grammar=None if grammar is None else grammar.text,
-            priority=body.priority or 0,
-            reply_id=new["id"],
-        ),
-        messages if keep else None,
-    )
+    asked, (parser,) = await parse_dialogue(body, request, form, render)
+    new = _new_body(body, model, asked.params, keep)
+    generation = Generation(request, "responses", asked, priority=body.priority, reply_id=new["id"])
+    return ResponseInProgress(new, parser, state.tokenizer), generation, messages if keep else None
 
 
 def _new_body(body: ResponsesRequest, model: str, params: SamplingParams, store: bool) -> dict[str, Any]:

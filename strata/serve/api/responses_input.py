@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from strata.serve.api.prompts import Prompt, chat_prompt
@@ -16,6 +16,7 @@ from strata.serve.schema.responses import (
     Item,
     MessageItem,
     ReasoningItem,
+    ResponsesRequest,
 )
 from strata.serve.state import ServerState
 from strata.text.messages import messages_for_template
@@ -60,24 +61,21 @@ def assistant_message(reply: Reply) -> dict[str, Any]:
 async def response_prompt(
     state: ServerState,
     admission: AdmittedRequest,
-    messages: Sequence[dict[str, Any]],
+    body: ResponsesRequest,
+    conversation: Sequence[dict[str, Any]],
     tools: Sequence[dict[str, Any]] | None,
-    variables: Mapping[str, Any],
-    *,
-    shorten: bool,
-    output_tokens: int,
 ) -> Prompt:
-    """The prompt that continues the messages.
+    """The prompt that continues the conversation.
 
-    variables: for the chat template, besides messages and tools.
-    shorten: if it and `output_tokens` do not fit the model, the oldest messages go, up to a later one of the user;
-        system messages at the start stay. What does not fit even so is returned as it is.
+    With `truncation: "auto"`, if it and the output do not fit the model, the oldest messages go, up to a later one of
+    the user; system messages at the start stay. What does not fit even so is returned as it is.
     Raises ApiError (400) for messages that the template refuses.
     """
-    most = state.client.ready.max_model_len - output_tokens
+    most = state.client.ready.max_model_len - (body.max_output_tokens or 1)
+    messages = [*([{"role": "system", "content": body.instructions}] if body.instructions else ()), *conversation]
 
     async def render(tried: Sequence[dict[str, Any]]) -> Prompt:
-        return await chat_prompt(state, admission, tried, param="input", tools=tools, variables=variables)
+        return await chat_prompt(state, admission, tried, param="input", tools=tools, variables=body.template_variables)
 
     async def fitting(tried: Sequence[dict[str, Any]]) -> Prompt | None:
         try:
@@ -88,7 +86,7 @@ async def response_prompt(
             raise
         return prompt if len(prompt.ids) <= most else None
 
-    if not shorten:
+    if body.truncation != "auto":
         return await render(messages)
     if (whole := await fitting(messages)) is not None:
         return whole

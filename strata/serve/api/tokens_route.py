@@ -86,11 +86,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
             admission,
             as_sent(body.messages or ()),
             add_special_tokens=bool(body.add_special_tokens),
-            tools=[tool.model_dump() for tool in body.tools or ()],
-            add_generation_prompt=body.opens_answer,
-            continue_final_message=bool(body.continue_final_message),
-            variables=body.chat_template_kwargs,
-            parse_special_tokens=bool(body.parse_special_tokens),
+            **body.rendering([tool.function.tool for tool in body.tools or ()]),
         )
         tokens = prompt.ids
     admission.add_prompt(len(tokens))

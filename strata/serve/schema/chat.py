@@ -145,4 +145,4 @@ class ChatRequest(TemplateFields, FormatFields, DialogueFields, SamplingFields):
     @property
     def template_variables(self) -> dict[str, Any]:
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return {**effort, **(self.chat_template_kwargs or {})}
+        return {**effort, **super().template_variables}

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, Tag
 
 from strata.serve.http.errors import ApiError
 from strata.serve.schema.base import HistoryModel, RequestModel, Unsupported, text_or
-from strata.text.chat_template import NO_VARIABLES
+from strata.text.chat_template import NO_VARIABLES, ChatOptions
 
 _TEXT_ONLY = "this server reads text only"
 
@@ -120,5 +120,15 @@ class TemplateFields(RequestModel):
                 raise ApiError(400, f"{where}: this is no variable that a request can set there", param=where)
 
     @property
-    def opens_answer(self) -> bool:
-        return not self.continue_final_message and self.add_generation_prompt is not False
+    def template_variables(self) -> dict[str, Any]:
+        return self.chat_template_kwargs or {}
+
+    def rendering(self, tools: Sequence[dict[str, Any]] | None) -> ChatOptions:
+        """What the chat template is told besides the messages."""
+        return {
+            "add_generation_prompt": not self.continue_final_message and self.add_generation_prompt is not False,
+            "continue_final_message": bool(self.continue_final_message),
+            "tools": tools,
+            "variables": self.template_variables,
+            "parse_special_tokens": bool(self.parse_special_tokens),
+        }
