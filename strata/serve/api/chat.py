@@ -64,7 +64,7 @@ async def _stream(body: ChatRequest, request: Request) -> AsyncGenerator[bytes, 
 
 
 async def _parse(body: ChatRequest, request: Request) -> tuple[AnswerWriter, list[int] | None, list[ReplyParser]]:
-    """The answer, about to be generated, the ids of its prompt if they are to be reported, and a parser for each choice.
+    """The answer, about to be generated, the ids of its prompt if they are to be told, and a parser for each choice.
     Raises ApiError for what cannot be served."""
     object = "chat.completion.chunk" if body.stream else "chat.completion"
     answer = AnswerWriter(request, body, "chatcmpl", object, service_tier="default")
