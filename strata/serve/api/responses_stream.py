@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 from uuid import uuid4
 
 import msgspec
@@ -117,7 +117,7 @@ class ResponseOutput:
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
-        self._open: _TextItem | _CallItem | None = None
+        self._open: _Item | None = None
 
     def take(self, event: ReplyEvent, logprobs: Logprobs) -> list[Event]:
         """What this part of the reply brings. logprobs: of the tokens of a content delta."""
@@ -136,7 +136,7 @@ class ResponseOutput:
         events = [] if self.items or self._open else self._begin(_Message())
         return events + self._end("completed" if complete else "incomplete")
 
-    def _begin(self, item: _TextItem | _CallItem) -> list[Event]:
+    def _begin(self, item: _Item) -> list[Event]:
         events = self._end("completed")
         self._open = item
         return events + self._placed(item.begin())
@@ -155,108 +155,101 @@ class ResponseOutput:
         return events
 
 
-class _TextItem:
-    """An item that is a text, while it is written: one part, `_part`; its events are `_event` and .delta or .done."""
+class _Item:
+    """An output item, while it is written: its text comes by the events `_event`.delta and .done."""
 
+    _prefix: str
     _event: str
 
-    def __init__(self, prefix: str) -> None:
-        self._id = f"{prefix}_{uuid4().hex}"
+    def __init__(self) -> None:
+        self._id = f"{self._prefix}_{uuid4().hex}"
         self._texts: list[str] = []
 
     def begin(self) -> list[Event]:
-        part = self._place() | {"part": self._part("")}
-        return [
-            {"type": "response.output_item.added", "item": self._head("in_progress") | {"content": []}},
-            {"type": "response.content_part.added"} | part,
-        ]
+        return [{"type": "response.output_item.added", "item": self.whole("in_progress")}]
 
     def more(self, text: str, logprobs: Logprobs) -> Event:
         self._texts.append(text)
         return {"type": f"{self._event}.delta", "delta": text} | self._place()
 
     def end(self, status: str) -> list[Event]:
-        return [
-            {"type": f"{self._event}.done", "text": "".join(self._texts)} | self._place(),
-            {"type": "response.content_part.done", "part": self._part("".join(self._texts))} | self._place(),
-            {"type": "response.output_item.done", "item": self.whole(status)},
-        ]
+        done = {"type": f"{self._event}.done"} | self._done() | self._place()
+        return [done, {"type": "response.output_item.done", "item": self.whole(status)}]
 
     def whole(self, status: str) -> dict[str, Any]:
-        return self._head(status) | {"content": [self._part("".join(self._texts))]}
+        raise NotImplementedError
+
+    def _done(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._id}
+
+
+class _TextItem(_Item):
+    """One of a content of one part, `_part`. _fields: of the item, besides its id, its status and its content."""
+
+    _fields: dict[str, Any]
+
+    def begin(self) -> list[Event]:
+        (added,) = super().begin()
+        added["item"]["content"] = []
+        return [added, {"type": "response.content_part.added", "part": self._part()} | self._place()]
+
+    def end(self, status: str) -> list[Event]:
+        done, item = super().end(status)
+        return [done, {"type": "response.content_part.done", "part": self._part()} | self._place(), item]
+
+    def whole(self, status: str) -> dict[str, Any]:
+        return {"id": self._id, "status": status, **self._fields, "content": [self._part()]}
+
+    def _done(self) -> dict[str, Any]:
+        return {"text": "".join(self._texts)}
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._id, "content_index": 0}
 
-    def _head(self, status: str) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _part(self, text: str) -> dict[str, Any]:
+    def _part(self) -> dict[str, Any]:
         raise NotImplementedError
 
 
 class _Reasoning(_TextItem):
-    _event = "response.reasoning_text"
+    _prefix, _event = "rs", "response.reasoning_text"
+    _fields: ClassVar = {"type": "reasoning", "summary": []}
 
-    def __init__(self) -> None:
-        super().__init__("rs")
-
-    def _head(self, status: str) -> dict[str, Any]:
-        return {"id": self._id, "type": "reasoning", "status": status, "summary": []}
-
-    def _part(self, text: str) -> dict[str, Any]:
-        return {"type": "reasoning_text", "text": text}
+    def _part(self) -> dict[str, Any]:
+        return {"type": "reasoning_text"} | self._done()
 
 
 class _Message(_TextItem):
-    _event = "response.output_text"
+    _prefix, _event = "msg", "response.output_text"
+    _fields: ClassVar = {"type": "message", "role": "assistant"}
 
     def __init__(self) -> None:
-        super().__init__("msg")
+        super().__init__()
         self._logprobs: Logprobs = []
 
     def more(self, text: str, logprobs: Logprobs) -> Event:
         self._logprobs += logprobs
         return super().more(text, logprobs) | {"logprobs": logprobs}
 
-    def end(self, status: str) -> list[Event]:
-        done, *others = super().end(status)
-        return [done | {"logprobs": self._logprobs}, *others]
+    def _done(self) -> dict[str, Any]:
+        return super()._done() | {"logprobs": list(self._logprobs)}
 
-    def _head(self, status: str) -> dict[str, Any]:
-        return {"id": self._id, "type": "message", "status": status, "role": "assistant"}
-
-    def _part(self, text: str) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
+    def _part(self) -> dict[str, Any]:
+        return {"type": "output_text", "annotations": []} | self._done()
 
 
-class _CallItem:
+class _CallItem(_Item):
+    _prefix, _event = "fc", "response.function_call_arguments"
+
     def __init__(self, start: ToolCallStart) -> None:
-        self._id = f"fc_{uuid4().hex}"
+        super().__init__()
         self._start = start
-        self._arguments: list[str] = []
-
-    def begin(self) -> list[Event]:
-        return [{"type": "response.output_item.added", "item": self.whole("in_progress")}]
-
-    def more(self, text: str, logprobs: Logprobs) -> Event:
-        self._arguments.append(text)
-        return {"type": "response.function_call_arguments.delta", "item_id": self._id, "delta": text}
-
-    def end(self, status: str) -> list[Event]:
-        item = self.whole(status)
-        done = {"item_id": self._id, "name": item["name"], "arguments": item["arguments"]}
-        return [
-            {"type": "response.function_call_arguments.done"} | done,
-            {"type": "response.output_item.done", "item": item},
-        ]
 
     def whole(self, status: str) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "type": "function_call",
-            "status": status,
-            "call_id": self._start.id,
-            "name": self._start.name,
-            "arguments": "".join(self._arguments),
-        }
+        head = {"id": self._id, "type": "function_call", "status": status, "call_id": self._start.id}
+        return head | self._done()
+
+    def _done(self) -> dict[str, Any]:
+        return {"name": self._start.name, "arguments": "".join(self._texts)}

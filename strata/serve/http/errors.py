@@ -82,13 +82,12 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, self.headers)
 
 
-def count_rejection(scope: Scope, error: ApiError) -> None:
+def count_rejection(scope: Scope, error: ApiError, rejected: Callable[[Rejection], None] | None = None) -> None:
     """Count in the metrics a request that is not served, or not to its end, for another cause than a fault of ours, and
-    leave its code for the request's line."""
+    leave its code for the request's line. rejected: counts it where there is no application yet."""
     note_error(scope, error.word)
-    reason = rejection_of(error)
-    if reason is not None:
-        scope["app"].state.server.metrics.rejected(reason)
+    if (reason := rejection_of(error)) is not None:
+        (rejected or scope["app"].state.server.metrics.rejected)(reason)
 
 
 def rejection_of(error: ApiError) -> Rejection | None:
@@ -161,9 +160,7 @@ def _methods_of_path(request: Request) -> str:
 
 
 async def _answer_anything(request: Request, fault: Exception) -> JSONResponse:
-    error = internal_error()
-    note_error(request.scope, error.word)
-    return error.response()  # starlette raises the other on, and the server logs it
+    return await _answer_api_error(request, internal_error())  # starlette raises the other on, and the server logs it
 
 
 ERROR_HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {

@@ -11,12 +11,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from strata.serve.http.bodies import Bodies, Disconnected
-from strata.serve.http.errors import ApiError, draining, rejection_of
+from strata.serve.http.errors import ApiError, count_rejection, draining
 from strata.serve.http.keys import ANONYMOUS, KeyRing
 from strata.serve.http.limits import Caller
 from strata.serve.http.request_head import RequestHead
 from strata.serve.http.validation import shown
-from strata.serve.observe.logs import note_error
 from strata.serve.observe.metrics import Rejection
 from strata.serve.processes.drain import Drain
 from strata.serve.settings import ServeSettings
@@ -104,9 +103,7 @@ class Gate:
                     self._enter(caller)
                 body = await reading.read(caller.name, head, receive)
             except ApiError as error:
-                note_error(scope, error.word)
-                if (reason := rejection_of(error)) is not None:
-                    self._rejected(reason)
+                count_rejection(scope, error, self._rejected)
                 await error.response()(scope, receive, answer)
                 return
             except Disconnected:

@@ -252,18 +252,14 @@ def main() -> None:
     end_with_parent()
     # Unbuffered: what comes behind the job is left for the event loop to find.
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as told:
-        _main(told)
-
-
-def _main(told: FileIO) -> None:
-    job = msgspec.json.decode(told.readline(), type=ApiJob)
-    configure_logging(job.settings.log_json)
-    try:
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(_serve(job, told))
-    except (ValueError, EngineGone) as error:
-        print(f"strata: error: {error}", file=sys.stderr)
-        sys.exit(1)
+        job = msgspec.json.decode(told.readline(), type=ApiJob)
+        configure_logging(job.settings.log_json)
+        try:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                runner.run(_serve(job, told))
+        except (ValueError, EngineGone) as error:
+            print(f"strata: error: {error}", file=sys.stderr)
+            sys.exit(1)
 
 
 async def _serve(job: ApiJob, told: FileIO) -> None:
