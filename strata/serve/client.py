@@ -176,15 +176,13 @@ class EngineClient:
         try:
             async with asyncio.timeout(timeout):
                 ready = await client._started
-        except TimeoutError:
+            if ready is None:
+                raise EngineGone(client._dead.result())
+        except BaseException as error:
             await client.close()
-            raise EngineGone(f"the engine at {address} was not ready after {timeout} s") from None
-        except BaseException:
-            await client.close()
+            if isinstance(error, TimeoutError):
+                raise EngineGone(f"the engine at {address} was not ready after {timeout} s") from None
             raise
-        if ready is None:
-            await client.close()
-            raise EngineGone(client._dead.result())
         client.ready = ready
         return client
 

@@ -189,7 +189,7 @@ class _Item:
 class _TextItem(_Item):
     """One of a content of one part, `_part`. _fields: of the item, besides its id, its status and its content."""
 
-    _fields: dict[str, Any]
+    _fields: ClassVar[dict[str, Any]]
 
     def begin(self) -> list[Event]:
         (added,) = super().begin()
