@@ -32,6 +32,7 @@ from strata.serve.state import ServerState
 from strata.text.tokenizer import Tokenizer
 
 _ENGINE_STOP_SECONDS = 5.0
+_END_SECONDS = 60.0  # in which an engine that has closed its socket ends, also on a machine with much else to do
 
 _log = logging.getLogger("strata.serve")
 
@@ -170,7 +171,7 @@ async def _connect(child: Child, address: str, ends: EngineEnds) -> EngineClient
         (client,) = await asyncio.gather(connecting, return_exceptions=True)
     if isinstance(client, EngineClient):
         return client
-    await asyncio.wait((child.ended,), timeout=_ENGINE_STOP_SECONDS)  # its socket may be closed before its end is seen
+    await asyncio.wait((child.ended,), timeout=_END_SECONDS)  # its socket may be closed before its end is seen
     if not child.ended.done():
         raise EngineGone("the engine process does not answer")
     if child.ended.result() > 0:
