@@ -191,7 +191,12 @@ class LLM:
             raise ValueError(f"chat_template must be the text of a Jinja template, got {chat_template!r:.80}")
         tokenizer = self.get_tokenizer()
         text = tokenizer.chat_text(
-            messages, add_generation_prompt, continue_final_message, tools, chat_template_kwargs, chat_template
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            variables=chat_template_kwargs,
+            chat_template=chat_template,
         )
         return {"prompt": text.text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 

@@ -7,7 +7,7 @@ from fastapi import Request
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.http.errors import ApiError
 from strata.serve.http.limits import AdmittedRequest
-from strata.serve.state import arrival_of, caller_of, server_of
+from strata.serve.state import caller_of, server_of
 
 # Of English text, and of JSON lists of ids, about so many make a token; the true number is settled later.
 _BYTES_PER_TOKEN = 4
@@ -22,7 +22,7 @@ def admit(request: Request, *, most_tokens: int = 0, sequences: int = 1, request
         most_tokens,
         sequences,
         requests=requests,
-        arrival=arrival_of(request),
+        arrival=request.scope["state"]["arrival"],
     )
     request.scope["state"]["admission"] = admission
     return admission
@@ -46,9 +46,3 @@ def admit_generation(
 def prompt_tokens(request: Request) -> int:
     """An estimate of what the body holds."""
     return max(1, int(request.scope["state"]["body_bytes"]) // _BYTES_PER_TOKEN)
-
-
-def admission_of(request: Request) -> AdmittedRequest:
-    """What the request was let in with."""
-    admission: AdmittedRequest = request.scope["state"]["admission"]
-    return admission

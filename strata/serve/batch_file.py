@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -134,20 +134,15 @@ class BatchResults:
         if file.exists() and not file.is_file():
             raise ValueError(f"{file} is no regular file: name one for the results")
         try:
-            # Without a buffer: what cannot be written must not be tried again when the file is closed.
-            self._file = file.open("ab", buffering=0)
+            with ExitStack() as closing:
+                # Without a buffer: what cannot be written must not be tried again when the file is closed.
+                self._file = closing.enter_context(file.open("ab", buffering=0))
+                lock(self._file, f"another run writes {file}: wait for its end, or name another file for the results")
+                self._end = self._read(file)
+                self._file.truncate(self._end)
+                closing.pop_all()
         except OSError as error:
             raise ValueError(f"{file} cannot be written: {error.strerror}") from None
-        try:
-            lock(self._file, f"another run writes {file}: wait for its end, or name another file for the results")
-            self._end = self._read(file)
-            self._file.truncate(self._end)
-        except OSError as error:
-            self._file.close()
-            raise ValueError(f"{file} cannot be written: {error.strerror}") from None
-        except ValueError:
-            self._file.close()
-            raise
 
     def __enter__(self) -> Self:
         return self

@@ -7,7 +7,9 @@ import logging
 import os
 import signal
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -45,6 +47,7 @@ class Stream:
     fewer, longer ones, and what waits for it is never more than the request's output. Raises EngineRefused, EngineGone,
     or TimeoutError after `expire`. Whoever stops reading early calls `aclose`.
 
+    client: of the one engine that has the request.
     prompt_logprobs: of the prompt's tokens from the second on, complete when the first item is there; empty unless
         asked for.
     """
@@ -52,7 +55,7 @@ class Stream:
     def __init__(self, client: EngineClient, id: str, samples: int) -> None:
         self.id = id
         self.prompt_logprobs: list[messages.TokenLogprobs] = []
-        self._client = client
+        self.client = client
         self._running = set(range(samples))
         self._held: dict[int, messages.Delta] = {}
         self._failure: Exception | None = None
@@ -72,14 +75,6 @@ class Stream:
         held, self._held = self._held, {}
         return list(held.values())
 
-    def delivered(self, ended: float) -> None:
-        """Tell the engine, for the request's ledger, when its last text was ready: after `aclose`."""
-        self._client.delivered(self.id, ended)
-
-    async def ledgers(self) -> list[RequestLedger]:
-        """Of its request, as `EngineClient.ledgers`: of the one engine that has it."""
-        return await self._client.ledgers(self.id)
-
     def expire(self) -> None:
         """Its time is over: what has come may still be read, and nothing more comes."""
         self._running.clear()
@@ -87,7 +82,7 @@ class Stream:
 
     async def aclose(self) -> None:
         """Abort what has not ended. Safe to call at any time, also twice."""
-        self._client.abort(self.id)
+        self.client.abort(self.id)
         self._end()
 
     def _take(self, delta: messages.Delta) -> bool:
@@ -136,13 +131,12 @@ class EngineClient:
     def __init__(self, address: str, silence_timeout: float = 0.0, ends: EngineEnds | None = None) -> None:
         """Prepares the connection; `connect` makes one that is ready for use."""
         self._loop = asyncio.get_running_loop()
-        self._answered: asyncio.Future[messages.Ready | None] = self._loop.create_future()
+        self._started: asyncio.Future[messages.Ready | None] = self._loop.create_future()
         self._dead: asyncio.Future[str] = self._loop.create_future()
         self._ends = ends
         self._finding: asyncio.Task[None] | None = None  # how the engine has ended
         self._streams: dict[str, Stream] = {}
-        self._vectors: dict[str, asyncio.Future[list[float]]] = {}
-        self._asked: dict[str, asyncio.Future[list[RequestLedger]]] = {}
+        self._answers: dict[str, asyncio.Future[Any]] = {}  # vectors and ledgers that are asked for
         self._most_silence = silence_timeout
         self._silent_since = 0.0  # by the loop's clock, of an engine that has requests
         self._watchdog: asyncio.TimerHandle | None = None
@@ -181,16 +175,14 @@ class EngineClient:
         client = cls(address, silence_timeout, ends)
         try:
             async with asyncio.timeout(timeout):
-                ready = await client._answered
-        except TimeoutError:
+                ready = await client._started
+            if ready is None:
+                raise EngineGone(client._dead.result())
+        except BaseException as error:
             await client.close()
-            raise EngineGone(f"the engine at {address} was not ready after {timeout} s") from None
-        except BaseException:
-            await client.close()
+            if isinstance(error, TimeoutError):
+                raise EngineGone(f"the engine at {address} was not ready after {timeout} s") from None
             raise
-        if ready is None:
-            await client.close()
-            raise EngineGone(client._dead.result())
         client.ready = ready
         return client
 
@@ -214,8 +206,8 @@ class EngineClient:
 
     async def close(self) -> None:
         """Abort all requests and end the connection. Safe to call twice."""
-        if self._streams or self._vectors:
-            self._send(messages.Abort([*self._streams, *self._vectors]))
+        if self._streams or self._answers:
+            self._send(messages.Abort([*self._streams, *self._answers]))
         if self._finding is not None:
             self._finding.cancel()
         self._die("the connection to the engine was closed")
@@ -240,28 +232,19 @@ class EngineClient:
     async def embed(self, request: messages.Embed) -> list[float]:
         """One vector. Raises EngineRefused, EngineGone, or ValueError if the id is that of an unfinished request."""
         self._check_new(request.id)
-        if not self.alive:
-            raise EngineGone(await self.wait_dead())
-        vector: asyncio.Future[list[float]] = self._loop.create_future()
         self._watch_silence()
-        self._vectors[request.id] = vector
-        self._send(request)
         try:
-            return await vector
+            vector: list[float] = await self._answer(request.id, request)
+            return vector
         except asyncio.CancelledError:
-            self.abort(request.id)
+            self._send(messages.Abort([request.id]))
             raise
 
     def abort(self, id: str) -> None:
-        """End a request, wherever it is: its stream ends without a word, its `embed` is cancelled. Unknown ids are
-        ignored."""
+        """End a generation, wherever it is: its stream ends without a word. Unknown ids are ignored."""
         stream = self._streams.pop(id, None)
-        vector = self._vectors.pop(id, None)
         if stream is not None:
             stream._end()
-        if vector is not None:
-            vector.cancel()
-        if stream is not None or vector is not None:
             self._send(messages.Abort([id]))
 
     def finish(self, id: str, index: int, stop: str) -> None:
@@ -281,22 +264,27 @@ class EngineClient:
     async def ledgers(self, name: str) -> list[RequestLedger]:
         """Of the newest requests of that name (`Add.names` and ids) that the engine knows, in order. Raises EngineGone,
         also if it does not answer in time."""
-        if not self.alive:
-            raise EngineGone(await self.wait_dead())
         id = uuid4().hex
-        answer: asyncio.Future[list[RequestLedger]] = self._loop.create_future()
-        self._asked[id] = answer
-        self._send(messages.AskLedgers(id, name))
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                return await answer
+                found: list[RequestLedger] = await self._answer(id, messages.AskLedgers(id, name))
+                return found
         except TimeoutError:
             raise EngineGone(f"it has not answered for {ANSWER_SECONDS:g} s") from None
+
+    async def _answer(self, id: str, message: messages.ToEngine) -> Any:
+        """What the engine says to a message, once. Raises EngineGone."""
+        if not self.alive:
+            raise EngineGone(await self.wait_dead())
+        answer = self._answers[id] = self._loop.create_future()
+        self._send(message)
+        try:
+            return await answer
         finally:
-            del self._asked[id]
+            del self._answers[id]
 
     def _check_new(self, id: str) -> None:
-        if id in self._streams or id in self._vectors:
+        if id in self._streams or id in self._answers:
             raise ValueError(f"request id {id!r} is in use by an unfinished request: choose another")
 
     def _send(self, message: messages.ToEngine) -> None:
@@ -331,34 +319,34 @@ class EngineClient:
                 if id in self._streams:
                     self._streams[id].prompt_logprobs += logprobs
             case messages.Embedding(id, values):
-                vector = self._vectors.pop(id, None)
-                if vector is not None and not vector.done():
-                    vector.set_result(list(struct.unpack(f"<{len(values) // 4}f", values)))
+                self._answered_with(id, struct.unpack(f"<{len(values) // 4}f", values))
             case messages.Refused(id, reason):
                 self._refuse(id, EngineRefused(reason))
             case messages.Ledgers(id, ledgers):
-                if id in self._asked and not self._asked[id].done():
-                    self._asked[id].set_result(ledgers)
+                self._answered_with(id, ledgers)
             case messages.Ready():
-                if not self._answered.done():
-                    self._answered.set_result(message)
+                if not self._started.done():
+                    self._started.set_result(message)
             case messages.Fault(reason):
                 self._die(reason)
+
+    def _answered_with(self, id: str, answer: Sequence[Any]) -> None:
+        if id in self._answers and not self._answers[id].done():
+            self._answers[id].set_result(list(answer))
 
     def _refuse(self, id: str, failure: EngineRefused | EngineGone) -> None:
         stream = self._streams.pop(id, None)
         if stream is not None:
             stream._fail(failure)
-        vector = self._vectors.pop(id, None)
-        if vector is not None and not vector.done():
-            vector.set_exception(failure)
+        elif id in self._answers and not self._answers[id].done():
+            self._answers[id].set_exception(failure)
 
     def _watch(self) -> None:
         """The monitor has something to tell, which can only be that the engine has let go of the connection."""
         if self.alive and _has_mail(self._monitor):
             while self.alive and _has_mail(self._socket):
                 self._read()  # its last words
-            ready = self._answered.result() if self._answered.done() else None
+            ready = self._started.result() if self._started.done() else None
             if self.alive and self._ends is not None and ready is not None and ready.pid is not None:
                 self._hang_up()
                 self._finding = self._loop.create_task(self._die_as_found(self._ends, ready.pid))
@@ -372,14 +360,14 @@ class EngineClient:
         """A request is about to be sent."""
         if not self.alive:
             return
-        if not self._streams and not self._vectors:
+        if not self._streams and not self._answers:
             self._silent_since = self._loop.time()
         if self._most_silence and self._watchdog is None:
             self._watchdog = self._loop.call_later(self._most_silence, self._check_silence)
 
     def _check_silence(self) -> None:
         self._watchdog = None
-        if not self._streams and not self._vectors:
+        if not self._streams and not self._answers:
             return
         if _has_mail(self._socket):  # this process was busy
             self._silent_since = self._loop.time()
@@ -401,13 +389,10 @@ class EngineClient:
             return
         self._dead.set_result(reason)
         self._hang_up()
-        if not self._answered.done():
-            self._answered.set_result(None)
-        for id in (*self._streams, *self._vectors):
+        if not self._started.done():
+            self._started.set_result(None)
+        for id in (*self._streams, *self._answers):
             self._refuse(id, EngineGone(reason))
-        for answer in self._asked.values():
-            if not answer.done():
-                answer.set_exception(EngineGone(reason))
 
     def _hang_up(self) -> None:
         """Hear and send nothing more. A second call has no effect."""

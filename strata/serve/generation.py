@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Self
+from typing import NamedTuple, Self
 from uuid import uuid4
 
 import msgspec
@@ -15,9 +15,9 @@ from strata.engine.process.messages import Add, Delta, TokenLogprobs
 from strata.engine.samples import Sample
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.watch.request_ledger import RequestLedger
-from strata.serve.admission import admission_of
 from strata.serve.client import EngineGone, EngineRefused, Stream
 from strata.serve.http.errors import ApiError
+from strata.serve.http.limits import AdmittedRequest
 from strata.serve.observe.logs import note_generation
 from strata.serve.observe.metrics import Endpoint, RequestRecord
 from strata.serve.routing.replicas import ReplicaStream
@@ -40,6 +40,16 @@ class SampleDelta(msgspec.Struct, frozen=True):
     stop_reason: int | str | None
 
 
+class EngineRequest(NamedTuple):
+    """What the engine is asked to go on from. prompt: token ids, at least one. bad_words: those of `params` as ids.
+    grammar: one that was found to compile."""
+
+    prompt: list[int]
+    params: SamplingParams
+    bad_words: list[tuple[int, ...]]
+    grammar: str | None
+
+
 class Generation:
     """The samples of one prompt, as an asynchronous iterator over lists of deltas: all that came since the last list.
 
@@ -49,8 +59,7 @@ class Generation:
     The engine is asked at the first step of the iteration. Leaving the `async with` block before the end aborts the
     request there; that is how a client that has left frees its memory.
 
-    request: admitted, with places for these samples; its log line will tell of them. prompt: token ids, at least one.
-    endpoint: for the metrics. bad_words: those of `params` as ids. grammar: one that was found to compile.
+    request: admitted, with places for these samples; its log line will tell of them. endpoint: for the metrics.
     priority: lower runs first. reply_id: of what it is answered with, by which its ledger can be asked for.
     cached_tokens: how much of the prompt was in the prefix cache. completion_tokens: of all samples so far.
     record: what the metrics have of it, None until it has ended.
@@ -62,24 +71,22 @@ class Generation:
     def __init__(
         self,
         request: Request,
-        prompt: list[int],
-        params: SamplingParams,
-        *,
         endpoint: Endpoint,
-        bad_words: list[tuple[int, ...]],
-        grammar: str | None = None,
-        priority: int = 0,
+        asked: EngineRequest,
+        *,
+        priority: int | None = None,
         reply_id: str = "",
     ) -> None:
+        prompt, params, bad_words, grammar = asked
         self._state = server_of(request)
-        self._admission = admission_of(request)
+        self._admission: AdmittedRequest = request.scope["state"]["admission"]
         self._endpoint = endpoint
         self._admission.add_prompt(len(prompt))
         self._add = Add(
             id=uuid4().hex,
             prompt=prompt,
             params=params,
-            priority=priority,
+            priority=priority or 0,
             # Not of the request's arrival: whoever sends a body slowly would pass those who came meanwhile.
             arrival=time.monotonic(),
             salt=self._admission.caller.salt,
@@ -152,14 +159,14 @@ class Generation:
             self._timer.cancel()
             await self._stream.aclose()
             if self.record is not None:
-                self._stream.delivered(self.record.ended)
+                self._stream.client.delivered(self._add.id, self.record.ended)
 
     async def ledger(self) -> RequestLedger | None:
         """Where its time went, once it has ended; None if the engine has ended too."""
         if self._stream is None:
             return None
         try:
-            found = await self._stream.ledgers()
+            found = await self._stream.client.ledgers(self._add.id)
         except EngineGone:
             return None
         return found[-1] if found else None

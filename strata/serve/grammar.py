@@ -16,7 +16,14 @@ from strata.serve.http.errors import ApiError
 from strata.serve.http.limits import AdmittedRequest
 from strata.serve.http.validation import shown
 from strata.serve.replies.tool_formats import TOOL_FORMATS, ToolFormatName
-from strata.serve.schema.structured import FormatFields
+from strata.serve.schema.responses import ResponsesSchemaFormat
+from strata.serve.schema.structured import (
+    FormatFields,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    ResponseFormat,
+    TextFormat,
+)
 from strata.text.async_worker import AsyncWorker
 
 MAX_BYTES = 64 * 1024
@@ -69,26 +76,21 @@ class Grammar:
 def answer_grammar(body: FormatFields) -> Grammar | None:
     """What the whole answer to a request has to be, None if its fields leave it free. Raises ApiError 400."""
     asked = body.structured()
-    return response_grammar(body.response_format) if asked is None else _structured_grammar(*asked)
+    return format_grammar(body.response_format, "response_format") if asked is None else _structured_grammar(*asked)
 
 
-def response_grammar(response_format: Mapping[str, Any] | None, param: str = "response_format") -> Grammar | None:
-    """The grammar of a chat completion's `response_format`; None for text. Raises ApiError 400.
+def format_grammar(form: ResponseFormat | ResponsesSchemaFormat | None, param: str) -> Grammar | None:
+    """The grammar of a form that chat completions and responses can ask for; None for text. Raises ApiError 400.
 
     A schema is enforced whether or not it is `strict`.
     """
-    if response_format is None:
+    if form is None or isinstance(form, TextFormat):
         return None
-    kind = response_format.get("type")
-    _only(response_format, {"type", "json_schema"} if kind == "json_schema" else {"type"}, param)
-    if kind == "text":
-        return None
-    if kind == "json_object":
+    if isinstance(form, JsonObjectFormat):
         return Grammar.json_object(param)
-    if kind != "json_schema":
-        message = f"{param}.type must be text, json_object or json_schema, got {shown(kind)}"
-        raise ApiError(400, message, param=f"{param}.type")
-    return named_schema_grammar(response_format.get("json_schema"), f"{param}.json_schema")
+    if isinstance(form, JsonSchemaFormat):
+        return Grammar.from_json_schema(form.json_schema.schema_, f"{param}.json_schema.schema")
+    return Grammar.from_json_schema(form.schema_, f"{param}.schema")
 
 
 def _structured_grammar(asked: StructuredOutputsParams, param: str) -> Grammar:
@@ -103,20 +105,6 @@ def _structured_grammar(asked: StructuredOutputsParams, param: str) -> Grammar:
         return Grammar((asked.part(),), param)
     except ValueError as error:
         raise ApiError(400, f"{param}: {error}", param=param, code="invalid_grammar") from None
-
-
-def named_schema_grammar(given: Any, param: str) -> Grammar:
-    """The grammar of {"name", "schema", "strict", "description"}, as chat completions and responses name a schema."""
-    if not isinstance(given, Mapping):
-        raise ApiError(400, f'{param} must be an object with "name" and "schema"', param=param)
-    _only(given, {"name", "description", "schema", "strict"}, param)
-    if not isinstance(given.get("name"), str):
-        raise ApiError(400, f"{param}.name must be a string", param=f"{param}.name")
-    if not isinstance(given.get("description"), str | None):
-        raise ApiError(400, f"{param}.description must be a string", param=f"{param}.description")
-    if not isinstance(given.get("strict"), bool | None):
-        raise ApiError(400, f"{param}.strict must be true or false", param=f"{param}.strict")
-    return Grammar.from_json_schema(given.get("schema"), f"{param}.schema")
 
 
 def tool_call_grammar(
@@ -229,9 +217,3 @@ def _members(value: Any) -> Sequence[Any]:
     if isinstance(value, Mapping):
         return list(value.values())
     return value if isinstance(value, list) else []
-
-
-def _only(given: Mapping[str, Any], known: set[str], param: str) -> None:
-    unknown = next((name for name in given if name not in known), None)
-    if unknown is not None:
-        raise ApiError(400, f"{param}.{unknown} is not supported here", param=f"{param}.{unknown}")

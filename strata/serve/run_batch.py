@@ -16,11 +16,9 @@ from uuid import uuid4
 import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
-from strata.serve.api.response_store import ResponseStore
 from strata.serve.batch_file import BatchFault, BatchRequest, BatchResults, read_requests
 from strata.serve.client import EngineClient, EngineGone
 from strata.serve.engine_ends import EngineEnds
-from strata.serve.grammar import GrammarChecker
 from strata.serve.http.app import build_app
 from strata.serve.http.errors import internal_error
 from strata.serve.http.keys import ANONYMOUS
@@ -34,6 +32,7 @@ from strata.serve.state import ServerState
 from strata.text.tokenizer import Tokenizer
 
 _ENGINE_STOP_SECONDS = 5.0
+_END_SECONDS = 60.0  # in which an engine that has closed its socket ends, also on a machine with much else to do
 
 _log = logging.getLogger("strata.serve")
 
@@ -172,7 +171,7 @@ async def _connect(child: Child, address: str, ends: EngineEnds) -> EngineClient
         (client,) = await asyncio.gather(connecting, return_exceptions=True)
     if isinstance(client, EngineClient):
         return client
-    await asyncio.wait((child.ended,), timeout=_ENGINE_STOP_SECONDS)  # its socket may be closed before its end is seen
+    await asyncio.wait((child.ended,), timeout=_END_SECONDS)  # its socket may be closed before its end is seen
     if not child.ended.done():
         raise EngineGone("the engine process does not answer")
     if child.ended.result() > 0:
@@ -195,8 +194,6 @@ async def _application(settings: ServeSettings, client: EngineClient) -> AsyncIt
             tokenizer=await asyncio.to_thread(Tokenizer.load, settings.model, settings.chat_template),
             limits=Limits(settings, client.ready.max_sequences),
             metrics=Metrics(settings.served_model_names[0]),
-            grammars=GrammarChecker(),
-            responses=ResponseStore(),
         )
 
     app = build_app(settings, connect)

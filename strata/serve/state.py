@@ -12,10 +12,10 @@ from strata.serve.api.response_store import ResponseStore
 from strata.serve.client import EngineClient
 from strata.serve.fair_queue import AT_ONCE, FairQueue
 from strata.serve.grammar import GrammarChecker
-from strata.serve.http.errors import ApiError
+from strata.serve.http.errors import ApiError, draining
 from strata.serve.http.limits import Caller, Limits
 from strata.serve.http.validation import shown
-from strata.serve.observe.metrics import Metrics
+from strata.serve.observe.metrics import Endpoint, Metrics
 from strata.serve.routing.replicas import Replicas
 from strata.serve.settings import ServeSettings
 from strata.text.chat_template import AsyncTemplateRenderer
@@ -37,8 +37,8 @@ class ServerState:
     tokenizer: Tokenizer
     limits: Limits
     metrics: Metrics
-    grammars: GrammarChecker
-    responses: ResponseStore
+    grammars: GrammarChecker = field(default_factory=GrammarChecker)
+    responses: ResponseStore = field(default_factory=ResponseStore)
     renderers: list[AsyncTemplateRenderer] = field(
         default_factory=lambda: [AsyncTemplateRenderer() for _ in range(AT_ONCE)]
     )
@@ -55,9 +55,7 @@ class ServerState:
     def require_serving(self) -> None:
         """Raises ApiError (503) if no new request can be taken."""
         if self.draining:
-            raise ApiError(
-                503, "the server is shutting down; ask another one", code="draining", headers={"Retry-After": "5"}
-            )
+            raise draining()
         self.require_alive()
         if isinstance(self.client, Replicas) and not self.client.takes_requests:
             raise self.engine_gone("every engine that lives is drained")
@@ -108,10 +106,11 @@ def caller_of(request: Request) -> Caller:
     return caller
 
 
-def arrival_of(request: Request) -> float:
-    """When its head had come, in seconds of `time.monotonic()`."""
-    arrival: float = request.scope["state"]["arrival"]
-    return arrival
+def received(request: Request, endpoint: Endpoint) -> ServerState:
+    """What handlers share, for one that has got a request, which is counted."""
+    state = server_of(request)
+    state.metrics.received(endpoint, caller_of(request).name)
+    return state
 
 
 def request_id_of(request: Request) -> str:

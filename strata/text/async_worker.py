@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
 import threading
-import weakref
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from strata.text.killable_worker import (
-    READ_BYTES,
-    START_SECONDS,
-    end_helper,
-    not_started,
-    pipes_of,
-    start_helper,
-    write_some,
-)
+from strata.text.killable_worker import START_SECONDS, Helper, not_started, question, reply_of
 
 
 class AsyncWorker:
     """One process that runs a module, started when first needed and again after a kill; it answers in order.
 
-    Questions are written to it as they come, as far as its pipe has room. What it takes too long for, or dies of, fails
-    alone: those behind go to the next process. It belongs to the event loop that it is first asked in.
+    What it takes too long for, or dies of, fails alone: what waits behind goes to the next process. It belongs to the
+    event loop that it is first asked in.
 
     module: what the process runs; it calls `serve_answers`.
     deadline: seconds that one answer may take, once those before it are there.
@@ -36,175 +23,86 @@ class AsyncWorker:
 
     def __init__(self, module: str, deadline: float, max_answer_bytes: int) -> None:
         self._module, self._deadline, self._most_answer = module, deadline, max_answer_bytes
-        self._process: subprocess.Popen[bytes] | None = None
-        self._asked: deque[_Question] = deque()  # written
-        self._waiting: deque[_Question] = deque()  # to be written; of the first, a part may be
-        self._writes_later = False
-        self._received = bytearray()  # of an answer that is not complete
-        self._timer: asyncio.TimerHandle | None = None
+        self._helper: Helper | None = None
+        self._turn = asyncio.Lock()
+        self._answer: asyncio.Future[bytes | None] | None = None
+        self._closed = 0  # how often
 
     async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to `request` (plain JSON values), or {"error": ...} if there came none in time.
 
-        Raises TypeError or ValueError if the request cannot be written as JSON.
+        Raises TypeError or ValueError if the request cannot be written as JSON, and RuntimeError if there is no process
+        to be had.
         """
-        line = f"{json.dumps({**request, 'seconds': self._deadline})}\n".encode("ascii")
-        question = _Question(line, asyncio.get_running_loop().create_future())
-        self._waiting.append(question)
-        if self._process is None:
-            self._start()
-        elif self._ready:
-            self._write()
-        answer: dict[str, Any] = json.loads(await question.answer)
-        return answer
+        line, closed = question(request, self._deadline), self._closed
+        async with self._turn:
+            answer: bytes | None = b""
+            if self._helper is not None and self._helper.has_ended:
+                self._stop()
+            if closed == self._closed:
+                answer = await self._exchange(self._helper or await self._start(), line, self._deadline)
+            if closed != self._closed:
+                return {"error": "it was ended"}
+            if not answer:
+                self._stop()
+        return reply_of(answer, self._deadline)
 
     def close(self) -> None:
         """End the process; what it has not answered fails. A later question starts another one."""
+        self._closed += 1
         self._stop()
-        for question in (*self._asked, *self._waiting):
-            question.fail("it was ended")
-        self._asked.clear()
-        self._waiting.clear()
 
-    def _start(self) -> None:
-        try:
-            self._process = start_helper(self._module)
-        except OSError as error:
-            self._give_up(error)
-            return
-        self._end_process: Callable[[], Any] = weakref.finalize(self, end_helper, self._process)
-        self._writing, self._reading = pipes_of(self._process)
-        self._ready = False
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._reading, self._read)
-        self._timer = self._loop.call_later(START_SECONDS, self._expire)
+    async def _start(self) -> Helper:
+        self._helper = helper = Helper(self._module, self._most_answer)
+        self._loop, closed = asyncio.get_running_loop(), self._closed
+        self._loop.add_reader(helper.reading, self._read)
+        if not await self._exchange(helper, b"", START_SECONDS) and closed == self._closed:  # its first words
+            self._stop()
+            raise not_started(self._module)
+        return helper
 
     def _stop(self) -> None:
-        if self._process is None:
+        helper, self._helper = self._helper, None
+        if helper is None:
             return
-        self._cancel_timer()
-        self._loop.remove_reader(self._reading)
-        self._loop.remove_writer(self._writing)
-        self._writes_later = False
-        self._received.clear()
-        self._process.kill()
-        self._process = None
-        threading.Thread(target=self._end_process).start()  # what had much memory takes a while to be gone
+        self._loop.remove_reader(helper.reading)
+        self._loop.remove_writer(helper.writing)
+        self._set_answer(b"")
+        helper.process.kill()
+        threading.Thread(target=helper.end).start()  # what had much memory takes a while to be gone
 
-    def _replace(self, reason: str) -> None:
-        """The process is of no more use: what it was at fails, what is behind that goes to another."""
-        self._stop()
-        if not self._ready:
-            self._give_up(not_started(self._module))
-            return
-        failed = self._head
-        self._waiting.extendleft(reversed(self._asked))
-        self._asked.clear()
-        if failed is not None:
-            failed.fail(reason)
-            self._waiting.popleft()
-        for question in self._waiting:
-            question.unsent = memoryview(question.line)
-        if self._waiting:
-            self._start()
-
-    def _give_up(self, error: Exception) -> None:
-        """There is no process to be had."""
-        for question in self._waiting:
-            if not question.answer.done():
-                question.answer.set_exception(error)
-        self._waiting.clear()
-
-    @property
-    def _head(self) -> _Question | None:
-        """What the process is at, None if it has got nothing that it has not answered."""
-        if self._asked:
-            return self._asked[0]
-        return self._waiting[0] if self._waiting and self._waiting[0].begun else None
+    async def _exchange(self, helper: Helper, line: bytes, seconds: float) -> bytes | None:
+        """What the helper says next, after it was told a line; nothing if it has ended, None if its time is over."""
+        if helper is not self._helper:
+            return b""
+        self._answer = self._loop.create_future()
+        if not helper.tell(line):
+            self._loop.add_writer(helper.writing, self._write)
+        timer = self._loop.call_later(seconds, self._expire)
+        try:
+            return await self._answer
+        except asyncio.CancelledError:
+            self._stop()  # its answer would be taken for that to the next question
+            raise
+        finally:
+            timer.cancel()
+            self._answer = None
 
     def _write(self) -> None:
-        """Write what waits, as far as there is room; the rest when there is more."""
-        idle = self._head is None
-        try:
-            while self._waiting:
-                question = self._waiting[0]
-                if question.begun or not question.answer.done():  # otherwise nobody waits for it any more
-                    question.unsent = question.unsent[write_some(self._writing, question.unsent) :]
-                    if question.unsent:
-                        break
-                    self._asked.append(question)
-                self._waiting.popleft()
-        except OSError:  # it has ended, which `_read` will find behind what it said before
-            return
-        if idle:
-            self._set_deadline()
-        if bool(self._waiting) != self._writes_later:
-            self._writes_later = not self._writes_later
-            if self._writes_later:
-                self._loop.add_writer(self._writing, self._write)
-            else:
-                self._loop.remove_writer(self._writing)
+        if self._helper is not None and self._helper.write():
+            self._loop.remove_writer(self._helper.writing)
 
     def _read(self) -> None:
-        try:
-            part = os.read(self._reading, READ_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            part = b""
-        searched = len(self._received)
-        self._received += part
-        while (end := self._received.find(b"\n", searched)) >= 0:
-            line = bytes(self._received[:end])
-            del self._received[: end + 1]
-            searched = 0
-            self._take(line)
-        if not part or len(self._received) > self._most_answer:
-            self._replace(_DIED)
-
-    def _take(self, line: bytes) -> None:
-        if self._ready:
-            self._asked.popleft().answered(line)
-            self._set_deadline()
-        else:  # its first words, which say so
-            self._ready = True
-            self._set_deadline()
-            self._write()
-
-    def _set_deadline(self) -> None:
-        self._cancel_timer()
-        if self._head is not None:
-            self._timer = self._loop.call_later(self._deadline, self._expire)
-
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        answer = None if self._helper is None else self._helper.read()
+        if answer:
+            self._set_answer(answer)
+        elif answer is not None:
+            self._stop()
 
     def _expire(self) -> None:
-        expired = self._timer
-        self._read()  # the answer may have come while the program was busy, and has set another timer then
-        if self._timer is expired:
-            self._replace(f"it ran longer than {self._deadline:g} s")
+        self._read()  # the answer may have come while the program was busy
+        self._set_answer(None)
 
-
-_DIED = "its process died"
-
-
-class _Question:
-    """unsent: what is left of the line to be written."""
-
-    def __init__(self, line: bytes, answer: asyncio.Future[bytes]) -> None:
-        self.line, self.answer = line, answer
-        self.unsent = memoryview(line)
-
-    @property
-    def begun(self) -> bool:
-        return len(self.unsent) < len(self.line)
-
-    def answered(self, line: bytes) -> None:
-        if not self.answer.done():  # whoever asked may have been cancelled
-            self.answer.set_result(line)
-
-    def fail(self, reason: str) -> None:
-        self.answered(json.dumps({"error": reason}).encode())
+    def _set_answer(self, answer: bytes | None) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(answer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from strata.text.async_worker import AsyncWorker
 from strata.text.killable_worker import KillableWorker
@@ -25,6 +25,24 @@ _CONTINUED_HERE = "STRATA_CONTINUES_THIS_MESSAGE "
 
 NO_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 """What is said of a rendering by other means than variables of the template."""
+
+
+class ChatOptions(TypedDict, total=False):
+    """What a chat template is told besides messages.
+
+    add_generation_prompt: end with what opens the assistant's answer, the default. continue_final_message: leave the
+        last message open instead, for the model to write on. tools: JSON schemas of the functions that it may call.
+    variables: what else the template sees; none may be called as one of `NO_VARIABLES`.
+    parse_special_tokens: special tokens that messages spell are that; otherwise they are text.
+    chat_template: the text of one that is used instead of the model's.
+    """
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tools: Sequence[Mapping[str, Any]] | None
+    variables: Mapping[str, Any] | None
+    parse_special_tokens: bool
+    chat_template: str | None
 
 
 @dataclass(frozen=True)
@@ -44,24 +62,21 @@ class Rendering:
         template: str,
         messages: Sequence[Mapping[str, Any]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
         special_tokens: Mapping[str, str],
-        variables: Mapping[str, Any] | None = None,
         spelled: SpelledTokens | None = None,
+        **options: Unpack[ChatOptions],
     ) -> Rendering:
         """As transformers' `apply_chat_template` renders messages and tools when they are in the one form of
         `strata.text.messages`, to which they are brought here. Raises ValueError for what is no chat.
 
-        continue_final_message: leave the last message open, for the model to write on.
         special_tokens: "bos_token" and the like to their text, visible to the template.
-        variables: what else the template sees; none may be called as one of `NO_VARIABLES`.
         spelled: finds what is no special token in messages, tools and variables, though it looks like one.
         """
         chat = [_with_reasoning(message) for message in messages_for_template(messages)]
-        if continue_final_message:
-            if add_generation_prompt:
+        opens_answer, variables = options.get("add_generation_prompt", True), options.get("variables")
+        continued = options.get("continue_final_message", False)
+        if continued:
+            if opens_answer:
                 raise ValueError(
                     "continue_final_message writes on in the last message: set add_generation_prompt=False"
                 )
@@ -70,12 +85,12 @@ class Rendering:
             raise ValueError(f"variables of the chat template must be an object, got {short(variables)}")
         if taken := next((name for name in variables or () if name in NO_VARIABLES), None):
             raise ValueError(f"{taken!r} is no variable of the chat template: give it as an argument of its own")
-        shown = tools_for_template(tools)
-        fixed = {"messages": chat, "tools": shown, "add_generation_prompt": add_generation_prompt}
+        shown = tools_for_template(options.get("tools"))
+        fixed = {"messages": chat, "tools": shown, "add_generation_prompt": opens_answer}
         marks = (spelled or SpelledTokens(())).marks()
         seen = {**special_tokens, "documents": None, **marks.put({**(variables or {}), **fixed})}
         request = {"template": template, "variables": seen, "max_characters": MAX_CHARACTERS}
-        return cls(request, continue_final_message, marks)
+        return cls(request, continued, marks)
 
     def text(self, reply: Mapping[str, Any]) -> ChatText:
         """The text in the worker's reply. Raises ValueError if that tells a fault."""

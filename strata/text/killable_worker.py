@@ -1,6 +1,6 @@
 """A helper process for work that comes from outside and may never end: it is killed at a deadline and started again.
 
-Both ends are here: `KillableWorker` for the program, `serve_answers` for the helper. They speak JSON lines over pipes;
+Both ends are here: `KillableWorker` for the program, `serve_answers` for the process. They speak JSON lines over pipes;
 nothing else of Strata is loaded, so that a helper starts in a blink. `async_worker` has the end for event loops.
 """
 
@@ -30,6 +30,76 @@ READ_BYTES = 1 << 16
 _PASSED_ENVIRONMENT = ("PATH", "HOME", "PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")
 
 
+class Helper:
+    """A process that runs a module, which calls `serve_answers`; it is asked one question at a time, its pipes never
+    block, and it ends with this object. writing, reading: descriptors to wait for.
+
+    Raises OSError if there is no process to be had.
+    """
+
+    def __init__(self, module: str, max_answer_bytes: int) -> None:
+        environment = {name: os.environ[name] for name in _PASSED_ENVIRONMENT if name in os.environ}
+        self.process = process = subprocess.Popen(
+            command_of(module),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            env=with_package(environment),
+            start_new_session=True,  # Ctrl-C in the terminal is for the parent
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.writing, self.reading = process.stdin.fileno(), process.stdout.fileno()
+        for pipe in (self.writing, self.reading):
+            os.set_blocking(pipe, False)
+        self._most_answer = max_answer_bytes
+        self._unsent, self._received = memoryview(b""), bytearray()
+        self.end = weakref.finalize(self, _end, process)
+        """Kill it and wait until it is gone. A second call has no effect."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def tell(self, line: bytes) -> bool:
+        """Begin to ask; as of `write`."""
+        self._unsent, self._received = memoryview(line), bytearray()
+        return self.write()
+
+    def write(self) -> bool:
+        """Write what the pipe has room for; whether that was all, or is of no use since the process has ended."""
+        try:
+            self._unsent = self._unsent[os.write(self.writing, self._unsent) if self._unsent else 0 :]
+        except BlockingIOError:
+            pass
+        except OSError:  # which `read` finds behind what was said before
+            self._unsent = memoryview(b"")
+        return not self._unsent
+
+    def read(self) -> bytes | None:
+        """The answer; empty if there will be none, since it has ended or says too much, and None while more is to
+        come."""
+        try:
+            part = os.read(self.reading, READ_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:
+            part = b""
+        self._received += part
+        if part.endswith(b"\n"):
+            return bytes(self._received)
+        return None if part and len(self._received) <= self._most_answer else b""
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()
+
+
 class KillableWorker:
     """One process that runs a module, started when first needed and again after a kill. Thread-safe.
 
@@ -41,76 +111,68 @@ class KillableWorker:
     def __init__(self, module: str, deadline: float, max_answer_bytes: int) -> None:
         self._module, self._deadline, self._most_answer = module, deadline, max_answer_bytes
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._end_process: Callable[[], Any] = lambda: None
+        self._helper: Helper | None = None
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to `request` (plain JSON values), or {"error": ...} if there came none in time.
 
         Raises TypeError or ValueError if the request cannot be written as JSON.
         """
-        line = json.dumps({**request, "seconds": self._deadline})
+        line = question(request, self._deadline)
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
-            reply, expired = self._exchange(line, self._deadline)
-            if reply is None or expired:
+            if self._helper is None or self._helper.has_ended:
                 self._stop()
-        if reply is None:
-            return {"error": f"it ran longer than {self._deadline:g} s" if expired else "its process died"}
-        return reply
+                self._helper = Helper(self._module, self._most_answer)
+                if not _exchange(self._helper, b"", START_SECONDS):
+                    self._stop()
+                    raise not_started(self._module)
+            answer = _exchange(self._helper, line, self._deadline)
+            if not answer:
+                self._stop()
+        return reply_of(answer, self._deadline)
 
     def close(self) -> None:
         """End the process. A later question starts another one."""
         with self._lock:
             self._stop()
 
-    def _start(self) -> None:
-        self._stop()
-        self._process = start_helper(self._module)
-        self._end_process = weakref.finalize(self, end_helper, self._process)
-        ready, _ = self._exchange("", START_SECONDS)
-        if ready is None:
-            self._stop()
-            raise not_started(self._module)
-
     def _stop(self) -> None:
-        self._end_process()
-        self._process = None
+        if self._helper is not None:
+            self._helper.end()
+        self._helper = None
 
-    def _exchange(self, line: str, seconds: float) -> tuple[dict[str, Any] | None, bool]:
-        """Send a line (none if empty) and read one answer. None if there is none; then, whether time ran out.
 
-        One thread does all: to start another for the deadline would take longer than most answers.
-        """
-        assert self._process is not None
-        deadline = time.monotonic() + seconds
-        writing, reading = pipes_of(self._process)
-        unsent = memoryview(f"{line}\n".encode("ascii") if line else b"")
-        answer = bytearray()
-        poll = select.poll()
-        poll.register(reading, select.POLLIN)
-        try:
-            unsent = unsent[write_some(writing, unsent) :]
-            if unsent:
-                poll.register(writing, select.POLLOUT)
-            while not answer.endswith(b"\n"):
-                ready = poll.poll(max(0.0, 1e3 * (deadline - time.monotonic())))
-                if not ready:
-                    return None, True
-                for pipe, _ in ready:
-                    if pipe == reading:
-                        part = os.read(reading, READ_BYTES)
-                        answer += part
-                        if not part or len(answer) > self._most_answer:
-                            return None, False
-                    else:
-                        unsent = unsent[write_some(writing, unsent) :]
-                        if not unsent:
-                            poll.unregister(writing)
-        except OSError:  # the pipe broke
-            return None, False
-        return json.loads(answer), False
+def _exchange(helper: Helper, line: bytes, seconds: float) -> bytes | None:
+    """Send a line (none if empty) and read one answer; empty if there is none, None if its time is over.
+
+    One thread does all: to start another for the deadline would take longer than most answers.
+    """
+    deadline = time.monotonic() + seconds
+    poll = select.poll()
+    poll.register(helper.reading, select.POLLIN)
+    if not helper.tell(line):
+        poll.register(helper.writing, select.POLLOUT)
+    while True:
+        ready = [pipe for pipe, _ in poll.poll(max(0.0, 1e3 * (deadline - time.monotonic())))]
+        if not ready:
+            return None
+        if helper.writing in ready and helper.write():
+            poll.unregister(helper.writing)
+        if helper.reading in ready and (answer := helper.read()) is not None:
+            return answer
+
+
+def question(request: Mapping[str, Any], deadline: float) -> bytes:
+    """A request as the helper reads it. Raises TypeError or ValueError if it cannot be written as JSON."""
+    return f"{json.dumps({**request, 'seconds': deadline})}\n".encode("ascii")
+
+
+def reply_of(answer: bytes | None, deadline: float) -> dict[str, Any]:
+    """What an answer says, as of `Helper.read`; None for one that did not come in time."""
+    if not answer:
+        return {"error": f"it ran longer than {deadline:g} s" if answer is None else "its process died"}
+    reply: dict[str, Any] = json.loads(answer)
+    return reply
 
 
 def serve_answers(answer: Callable[[dict[str, Any]], dict[str, Any]], memory_bytes: int) -> None:
@@ -136,47 +198,6 @@ def give_way() -> None:
     """Have this thread, or process if it is the first one, come after others where there are too few processors."""
     with suppress(OSError):  # what only Linux can do for a thread
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-
-
-def start_helper(module: str) -> subprocess.Popen[bytes]:
-    """A helper that runs `module`, which is to be taken out of the way by `end_helper`; its pipes never block."""
-    environment = {name: os.environ[name] for name in _PASSED_ENVIRONMENT if name in os.environ}
-    process = subprocess.Popen(
-        command_of(module),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        bufsize=0,
-        env=with_package(environment),
-        start_new_session=True,  # Ctrl-C in the terminal is for the parent
-    )
-    for pipe in pipes_of(process):
-        os.set_blocking(pipe, False)
-    return process
-
-
-def pipes_of(helper: subprocess.Popen[bytes]) -> tuple[int, int]:
-    """The descriptors to write requests to and to read answers from."""
-    assert helper.stdin is not None
-    assert helper.stdout is not None
-    return helper.stdin.fileno(), helper.stdout.fileno()
-
-
-def write_some(pipe: int, line: memoryview) -> int:
-    """How many bytes of a line the pipe has room for, which are written. Raises OSError if the helper has ended."""
-    try:
-        return os.write(pipe, line) if line else 0
-    except BlockingIOError:
-        return 0
-
-
-def end_helper(process: subprocess.Popen[bytes]) -> None:
-    """Kill a helper and wait until it is gone."""
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        pipe.close()
 
 
 def not_started(module: str) -> RuntimeError:

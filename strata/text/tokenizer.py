@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from strata.files.hub_cache import why_no_folder
 from strata.files.json_object import read_object
-from strata.text.chat_template import Rendering, TemplateRenderer
+from strata.text.chat_template import ChatOptions, Rendering, TemplateRenderer
 from strata.text.messages import Message
 from strata.text.special_tokens import SpecialTokens, read_special_tokens
 from strata.text.spelled_tokens import ChatText, SpelledTokens
@@ -195,72 +195,28 @@ class Tokenizer:
         word = re.compile(rf"[.'\"]{re.escape(field)}(?!\w)")
         return any(word.search(template) for template in self._templates.values())
 
-    def chat_text(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-        chat_template: str | None = None,
-    ) -> ChatText:
+    def chat_text(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> ChatText:
         """Messages ({"role": ..., "content": ...}) as the text that the model's chat template makes of them, with the
         places where they spell special tokens, for `encode`.
-
-        add_generation_prompt: end with what opens the assistant's answer.
-        continue_final_message: leave the last message open instead, to be written on.
-        tools: JSON schemas of the functions that the model may call.
-        variables, chat_template: as of `rendering`.
         """
-        asked = self.rendering(
-            messages,
-            add_generation_prompt,
-            continue_final_message,
-            tools,
-            variables,
-            chat_template=chat_template,
-        )
-        return self._renderer.render(asked)
+        return self._renderer.render(self.rendering(messages, **options))
 
-    def rendering(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-        parse_special_tokens: bool = False,
-        chat_template: str | None = None,
-    ) -> Rendering:
-        """What `chat_text` has rendered, for a renderer of one's own.
-
-        variables: for the template, besides. parse_special_tokens: special tokens that messages spell are that;
-            otherwise they are text. chat_template: the text of one that is used instead of the model's.
-        """
+    def rendering(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> Rendering:
+        """What `chat_text` has rendered, for a renderer of one's own."""
+        template = options.get("chat_template")
         return Rendering.of_chat(
-            self._template(bool(tools)) if chat_template is None else chat_template,
+            self._template(bool(options.get("tools"))) if template is None else template,
             messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
             special_tokens=self._special.texts,
-            variables=variables,
-            spelled=None if parse_special_tokens else self._spelled,
+            spelled=None if options.get("parse_special_tokens") else self._spelled,
+            **options,
         )
 
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> list[int]:
         """Token ids of `chat_text`. Nothing is added: the template writes the special tokens itself. What messages
         spell of them is text.
         """
-        text = self.chat_text(messages, add_generation_prompt, continue_final_message, tools, variables)
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(self.chat_text(messages, **options), add_special_tokens=False)
 
     def close(self) -> None:
         """End the process that renders chat templates."""

@@ -18,9 +18,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from strata.serve.api.response_store import ResponseStore
 from strata.serve.client import EngineClient
-from strata.serve.grammar import GrammarChecker
 from strata.serve.http.app import build_app
 from strata.serve.http.gate import Gate
 from strata.serve.http.keys import KeyHash, KeyRing
@@ -96,8 +94,6 @@ def _serving(settings: ServeSettings, address: str, keys: Sequence[KeyHash]) -> 
                 tokenizer=Tokenizer.load(settings.model),
                 limits=Limits(settings, client.ready.max_sequences, callers=len(keys)),
                 metrics=Metrics(NAME),
-                grammars=GrammarChecker(),
-                responses=ResponseStore(),
             )
         )
         return states[0]

@@ -62,14 +62,13 @@ def _cpu_seconds_of_children() -> float:
 class Running:
     """url: where it serves. folder: its private one. pid: of the launcher.
 
-    lines: what it has printed so far. held: connections that a test keeps.
+    lines: what it has printed so far.
     """
 
     def __init__(self, process: subprocess.Popen[str], key: str | None) -> None:
         self.process = process
         self.pid = process.pid
         self.lines: list[str] = []
-        self.held: list[socket.socket] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         greeting = wait_for(lambda: next((line for line in self.lines if "Strata serves" in line), None), self.output)

@@ -13,9 +13,7 @@ from starlette.testclient import TestClient
 from strata.engine.process.messages import Add, Delta, Ready, Statistics, TokenLogprobs
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.watch.request_ledger import RequestLedger
-from strata.serve.api.response_store import ResponseStore
 from strata.serve.client import EngineGone
-from strata.serve.grammar import GrammarChecker
 from strata.serve.http.app import build_app
 from strata.serve.http.gate import Gate
 from strata.serve.http.keys import KeyRing
@@ -67,10 +65,14 @@ class ScriptedStream:
     async def aclose(self) -> None:
         self.closed = True
 
-    def delivered(self, ended: float) -> None:
+    @property
+    def client(self) -> ScriptedStream:
+        return self
+
+    def delivered(self, id: str, ended: float) -> None:
         self.ended = ended
 
-    async def ledgers(self) -> list[RequestLedger]:
+    async def ledgers(self, name: str) -> list[RequestLedger]:
         return []
 
 
@@ -135,10 +137,10 @@ class Scripted:
         self.state = state
 
     def chat(self, **fields: Any) -> Any:
-        return self._json("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], **fields})
+        return self.post("/v1/chat/completions", **{"messages": [{"role": "user", "content": "Hi"}], **fields})
 
     def complete(self, **fields: Any) -> Any:
-        return self._json("/v1/completions", {"prompt": "Hi", **fields})
+        return self.post("/v1/completions", **{"prompt": "Hi", **fields})
 
     def stream_chat(self, **fields: Any) -> list[Any]:
         body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, **fields}
@@ -147,9 +149,10 @@ class Scripted:
     def stream_completion(self, **fields: Any) -> list[Any]:
         return events(self.client.post("/v1/completions", json={"prompt": "Hi", "stream": True, **fields}).text)
 
-    def _json(self, path: str, body: Any) -> Any:
+    def post(self, path: str, status: int = 200, **body: Any) -> Any:
+        """What is answered, with that status."""
         response = self.client.post(path, json=body)
-        assert response.status_code == 200, response.text
+        assert response.status_code == status, response.text
         return response.json()
 
 
@@ -176,8 +179,6 @@ def served(
         tokenizer=tokenizer,
         limits=Limits(settings, engine.ready.max_sequences),
         metrics=Metrics(NAME),
-        grammars=GrammarChecker(),
-        responses=ResponseStore(),
     )
 
     async def connect() -> ServerState:

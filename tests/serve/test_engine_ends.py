@@ -28,21 +28,14 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineEnds:
     return EngineEnds(tmp_path)
 
 
-def test_what_is_told_is_found_by_every_reader_and_of_that_process_alone(ends: EngineEnds, tmp_path: Path) -> None:
-    ends.tell(7, "it was killed")
-    assert [asyncio.run(EngineEnds(tmp_path).find(pid)) for pid in (7, 7, 8)] == ["it was killed"] * 2 + [None]
-
-
-def test_what_is_told_first_stays(ends: EngineEnds) -> None:
+def test_what_is_told_first_is_found_by_every_reader_until_that_number_begins_anew(
+    ends: EngineEnds, tmp_path: Path
+) -> None:
     """A client kills an engine that is silent, of which its parent sees the signal alone."""
+    ends.begin(7)
     ends.tell(7, "it said nothing")
     ends.tell(7, "it was killed")
-    assert asyncio.run(ends.find(7)) == "it said nothing"
-
-
-def test_a_new_process_of_the_same_number_has_not_ended(ends: EngineEnds) -> None:
-    ends.begin(7)
-    ends.tell(7, "it was killed")
+    assert [asyncio.run(EngineEnds(tmp_path).find(pid)) for pid in (7, 7, 8)] == ["it said nothing"] * 2 + [None]
     ends.begin(7)
     assert asyncio.run(ends.find(7)) is None
 

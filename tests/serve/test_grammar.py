@@ -13,16 +13,20 @@ import jsonschema_rs
 import numpy as np
 import pytest
 import torch
+from fastapi.exceptions import RequestValidationError
 from llguidance import LLMatcher
+from pydantic import ValidationError
 
 from strata.engine.grammars.grammar import GrammarCompiler, Masks
 from strata.engine.grammars.matchers import takes_end
-from strata.serve.grammar import Grammar, GrammarChecker, response_grammar, tool_call_grammar
+from strata.serve.grammar import Grammar, GrammarChecker, answer_grammar, tool_call_grammar
 from strata.serve.grammar_worker import what_is_wrong
 from strata.serve.http.errors import ApiError
 from strata.serve.http.limits import AdmittedRequest, Caller, Limits
+from strata.serve.http.validation import explain_fault
 from strata.serve.replies.reply_parser import ReplyParser, collect
 from strata.serve.replies.tool_formats import TOOL_FORMATS, ToolFormatName
+from strata.serve.schema.chat import ChatRequest
 from strata.serve.settings import ServeSettings
 from strata.text.tokenizer import Tokenizer
 from tests.serve.random_schemas import random_schema
@@ -176,11 +180,22 @@ def test_an_answer_in_json_beside_calls_may_begin_as_they_do(tokenizer: Tokenize
     assert [takes(one, text) for text in ('{"name": "x"}', call, '{"a": 1}')] == [True, True, False]
 
 
+def format_asked(given: dict[str, Any]) -> Grammar | None:
+    """The grammar of a chat's response_format. Raises ApiError."""
+    try:
+        body = ChatRequest.model_validate({"messages": [{"role": "user", "content": ""}], "response_format": given})
+    except ValidationError as error:
+        faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
+        explained = explain_fault(RequestValidationError(faults, body={"response_format": given}))
+        raise ApiError(400, explained.message, param=explained.param) from None
+    return answer_grammar(body)
+
+
 @pytest.mark.parametrize("strict", [{}, {"strict": None}, {"strict": True}, {"strict": False}])
 def test_a_schema_holds_whether_or_not_it_is_strict(strict: dict[str, Any]) -> None:
     schema = {"type": "integer"}
     given = {"type": "json_schema", "json_schema": {"name": "n", "description": "d", "schema": schema, **strict}}
-    assert response_grammar(given) == asked(schema)
+    assert format_asked(given) == asked(schema)
 
 
 NAMED = {"name": "n", "schema": {"type": "object"}}
@@ -206,7 +221,7 @@ NAMED = {"name": "n", "schema": {"type": "object"}}
 )
 def test_a_wrong_response_format_names_the_field(given: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        response_grammar(given)
+        format_asked(given)
     assert caught.value.status == 400
     assert caught.value.param == f"response_format.{param}"
     assert caught.value.message.startswith(f"response_format.{param}")

@@ -10,8 +10,9 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from strata.serve.run_batch import answer_all, engine_process, post
 from strata.text.tokenizer import Tokenizer
 from tests.serve.running import PATIENCE, descendants, is_alive, wait_for
 from tests.serve.scripted import EOS, Scripted, Serve, delta
+
+Answering = Callable[[], AbstractContextManager[Scripted]]
 
 
 def line(custom_id: str, url: str = "/v1/completions", **body: Any) -> str:
@@ -40,6 +43,12 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 def script(tokenizer: Tokenizer) -> list[Sequence[Delta]]:
     ids = tokenizer.encode("It is 85.", add_special_tokens=False)
     return [[delta(0, ids)], [delta(0, [EOS], "stop")]]
+
+
+@pytest.fixture
+def answering(serve_script: Serve, script: list[Sequence[Delta]]) -> Answering:
+    """A server whose model says `script`."""
+    return partial(serve_script, script)
 
 
 def run(served: Scripted, files: tuple[Path, Path], at_once: int = 3) -> BatchResults:
@@ -58,9 +67,7 @@ def results_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(one) for one in file.read_text().splitlines()]
 
 
-def test_every_line_gets_its_result(
-    serve_script: Serve, script: list[Sequence[Delta]], files: tuple[Path, Path]
-) -> None:
+def test_every_line_gets_its_result(answering: Answering, files: tuple[Path, Path]) -> None:
     chat = {"messages": [{"role": "user", "content": "Hi"}]}
     asked = [
         line("chat", "/v1/chat/completions", **chat),
@@ -70,7 +77,7 @@ def test_every_line_gets_its_result(
         line("other model", prompt="Hi", model="gpt"),
     ]
     files[0].write_text("\n".join(asked) + "\n\n")
-    with serve_script(script) as served:
+    with answering() as served:
         results = run(served, files)
     found = {result["custom_id"]: result for result in results_of(files[1])}
     assert (results.succeeded, results.failed, len(found)) == (3, 2, 5)
@@ -105,10 +112,10 @@ def test_every_line_gets_its_result(
     ],
 )
 def test_a_line_that_is_no_request_is_an_error_of_its_own(
-    serve_script: Serve, script: list[Sequence[Delta]], files: tuple[Path, Path], text: str, code: str
+    answering: Answering, files: tuple[Path, Path], text: str, code: str
 ) -> None:
     files[0].write_bytes("\n".join([line("first"), text, line("last")]).encode(errors="surrogateescape"))
-    with serve_script(script) as served:
+    with answering() as served:
         run(served, files)
         results = run(served, files)  # nothing is told twice
     assert (results.succeeded, results.failed) == (2, 1)
@@ -129,11 +136,9 @@ def test_a_line_that_is_no_json_is_told_with_its_column(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_that_was_cut_off_anywhere_is_completed(
-    serve_script: Serve, script: list[Sequence[Delta]], files: tuple[Path, Path]
-) -> None:
+def test_a_run_that_was_cut_off_anywhere_is_completed(answering: Answering, files: tuple[Path, Path]) -> None:
     files[0].write_text("\n".join(line(str(number), bogus=number) for number in range(3)))
-    with serve_script(script) as served:
+    with answering() as served:
         run(served, files, at_once=1)
         whole = files[1].read_bytes()
         for kept in range(0, len(whole) + 1, 31):
@@ -164,7 +169,7 @@ def test_so_many_are_answered_at_once_and_no_more(serve_script: Serve, files: tu
 
 
 def test_what_an_engine_took_with_it_is_left_for_the_next_run(
-    serve_script: Serve, script: list[Sequence[Delta]], files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    serve_script: Serve, answering: Answering, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files[0].write_text("\n".join(line(str(number)) for number in range(5)))
 
@@ -177,7 +182,7 @@ def test_what_an_engine_took_with_it_is_left_for_the_next_run(
         with pytest.raises(EngineGone, match="has ended"):
             run(served, files)
     assert files[1].read_text() == ""
-    with serve_script(script) as served:
+    with answering() as served:
         assert run(served, files).succeeded == 5
 
 
@@ -248,11 +253,9 @@ def test_a_run_that_was_killed_leaves_its_file_free(files: tuple[Path, Path]) ->
         assert results.total == 1
 
 
-def test_results_of_other_requests_are_refused_and_left_alone(
-    serve_script: Serve, script: list[Sequence[Delta]], files: tuple[Path, Path]
-) -> None:
+def test_results_of_other_requests_are_refused_and_left_alone(answering: Answering, files: tuple[Path, Path]) -> None:
     files[0].write_text("\n".join(line(name) for name in ("mine", "theirs", "also theirs")))
-    with serve_script(script) as served:
+    with answering() as served:
         run(served, files, at_once=1)
     content = files[1].read_bytes()
     files[0].write_text(line("mine") + "\n" + line("new"))
@@ -261,11 +264,9 @@ def test_results_of_other_requests_are_refused_and_left_alone(
     assert files[1].read_bytes() == content
 
 
-def test_only_what_was_asked_for_is_counted(
-    serve_script: Serve, script: list[Sequence[Delta]], files: tuple[Path, Path]
-) -> None:
+def test_only_what_was_asked_for_is_counted(answering: Answering, files: tuple[Path, Path]) -> None:
     files[0].write_text(line("a") + "\nnot json\n" + line("b"))
-    with serve_script(script) as served:
+    with answering() as served:
         run(served, files)
         files[0].write_text(line("a") + "\n" + line("repaired") + "\n" + line("b"))
         results = run(served, files)

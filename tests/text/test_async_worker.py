@@ -30,10 +30,10 @@ async def using(deadline=10.0):
     try:
         yield renderer
     finally:
-        process = renderer._worker._process
+        helper = renderer._worker._helper
         renderer.close()
         renderer.close()
-        assert process is None or process.wait(60) == -signal.SIGKILL
+        assert helper is None or helper.process.wait(60) == -signal.SIGKILL
 
 
 class TextRendering(Rendering):
@@ -46,7 +46,7 @@ def rendering(template, content="Hello"):
 
 
 def pid_of(renderer):
-    return renderer._worker._process.pid
+    return renderer._worker._helper.process.pid
 
 
 async def test_many_at_once_get_their_own_answers_in_order():

@@ -146,7 +146,7 @@ def theirs(template, messages, **options):
 
 
 def worker_of(renderer: TemplateRenderer) -> int:
-    return renderer._worker._process.pid
+    return renderer._worker._helper.process.pid
 
 
 def runs(pid: int) -> bool:
@@ -361,7 +361,7 @@ renderer = TemplateRenderer(deadline=1.0)
 def render(template):
     renderer.render(Rendering.of_chat(template, {PLAIN!r}, special_tokens={{}}))
 render("x")
-print(renderer._worker._process.pid, flush=True)
+print(renderer._worker._helper.process.pid, flush=True)
 {ending}
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

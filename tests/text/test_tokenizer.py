@@ -194,14 +194,11 @@ def test_a_template_that_is_given_replaces_those_of_the_folder(tmp_path):
         assert ours.chat_text(CHAT).text == ours.chat_text(CHAT, tools=[tool]).text == f"given {CHAT[0]['role']}"
 
 
-def test_missing_chat_template_says_what_to_do(tmp_path):
+def test_missing_chat_template_says_what_to_do_and_what_there_is(tmp_path):
     tokenizer = Tokenizer.load(write(tmp_path, byte_level()))
     assert not tokenizer.has_chat_template
     with pytest.raises(ValueError, match=r"no chat template.*chat_template\.jinja"):
         tokenizer.chat_text(CHAT)
-
-
-def test_chat_template_list_without_default_names_what_there_is(tmp_path):
     folder = write(tmp_path, byte_level(), {"chat_template": [{"name": "rag", "template": "x"}]})
     with pytest.raises(ValueError, match=r"'default'.*rag"):
         Tokenizer.load(folder).chat_text(CHAT)

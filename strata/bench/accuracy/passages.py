@@ -64,8 +64,10 @@ def _ids_of(line: bytes, file: Path, number: int, tokenizer: Tokenizer) -> list[
     given = record if isinstance(record, dict) else {}
     try:
         if isinstance(given.get("messages"), list):
-            shown_with = tools_of(given), given.get("chat_template_kwargs")
-            return tokenizer.encode_chat(given["messages"], False, False, *shown_with)
+            variables = given.get("chat_template_kwargs")
+            return tokenizer.encode_chat(
+                given["messages"], add_generation_prompt=False, tools=tools_of(given), variables=variables
+            )
         if isinstance(given.get("text"), str):
             return tokenizer.encode(given["text"])
     except ValueError as error:

@@ -1,14 +1,19 @@
-"""What a choice of a completion shows: the prompt, if it is echoed, then the text and log-probabilities of a sample."""
+"""What a choice of a completion shows: the prompt, if it is echoed, then the text and log-probabilities of a sample.
+
+Choices are written as JSON piece by piece: there is a chunk for every token of every client, and lists may be long.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from strata.engine.process.messages import TokenLogprobs
 from strata.engine.sampling_params import SamplingParams
-from strata.serve.api.completion_logprobs import LogprobLists, PromptStarts, SampleStarts, joined, logprob_lists
+from strata.serve.api.logprobs import finite, text_of
 from strata.serve.api.prompts import Prompt
 from strata.serve.generation import SampleDelta
 from strata.serve.http.errors import ApiError
@@ -22,6 +27,41 @@ _TOKENS_PER_SLICE = 256
 MAX_ECHOED_BYTES = 32 * 2**20
 # A log-probability with its token's text, about.
 _ENTRY_BYTES = 32
+
+_encode = msgspec.json.encode
+
+
+class LogprobLists(NamedTuple):
+    """The lists of `schema.completions.CompletionLogprobs`, each as JSON without its brackets, so that several can be
+    joined."""
+
+    tokens: bytes
+    token_logprobs: bytes
+    top_logprobs: bytes
+    text_offset: bytes
+
+    def written(self) -> bytes:
+        """The object of all lists."""
+        lists = zip(self._fields, self, strict=True)
+        return b"{" + b",".join(b'"%b":[%b]' % (name.encode(), values) for name, values in lists) + b"}"
+
+
+def joined(parts: Iterable[LogprobLists]) -> LogprobLists:
+    """The lists of several parts, one behind the other."""
+    columns = zip(*parts, strict=True)
+    return LogprobLists(*(b",".join(filter(None, column)) for column in columns))
+
+
+def logprob_lists(
+    tokenizer: Tokenizer, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], starts: Sequence[int]
+) -> LogprobLists:
+    """The lists of some tokens. entries: None for a prompt's first, which nothing predicts. starts: the text_offset."""
+    return LogprobLists(
+        _encode([text_of(tokenizer, id) for id in ids])[1:-1],
+        _encode([None if entry is None else finite(entry.logprob) for entry in entries])[1:-1],
+        _encode([None if entry is None else _likeliest(tokenizer, entry) for entry in entries])[1:-1],
+        _encode(starts)[1:-1],
+    )
 
 
 class ChoiceDelta(NamedTuple):
@@ -59,7 +99,8 @@ async def echo_of(prompt: Prompt, prompt_logprobs: Sequence[TokenLogprobs] | Non
     if prompt_logprobs is None:
         return ChoiceDelta(prompt.text)
     entries = [None, *prompt_logprobs]
-    starts = PromptStarts(prompt.text, tokenizer)
+    detokenizer = IncrementalDetokenizer(tokenizer, (), skip_special_tokens=False)
+    starts = _TextStarts(detokenizer, spelled=prompt.text, special_ids=tokenizer.special_ids)
     written = []
     for first in range(0, len(prompt.ids), _TOKENS_PER_SLICE):
         some = slice(first, first + _TOKENS_PER_SLICE)
@@ -75,7 +116,7 @@ class ChoiceText:
     def __init__(self, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer, start: int) -> None:
         self._tokenizer = tokenizer
         detokenizer = IncrementalDetokenizer(tokenizer, prompt.ids, skip_special_tokens=params.skip_special_tokens)
-        self._starts = SampleStarts(detokenizer, start)
+        self._starts = _TextStarts(detokenizer, start)
 
     def append(self, delta: SampleDelta) -> ChoiceDelta:
         logprobs = None
@@ -97,3 +138,64 @@ def merged(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
         deltas[-1].finish_reason,
         deltas[-1].stop_reason,
     )
+
+
+def written_choice(
+    index: int, deltas: Sequence[ChoiceDelta], *, with_ids: bool, prompt_ids: list[int] | None = None
+) -> bytes:
+    """A `CompletionChoice` as JSON. with_ids: report the token ids. prompt_ids: reported unless None."""
+    delta = merged(deltas)
+    finish = b"null"
+    if delta.finish_reason is not None:
+        finish = _encode(delta.finish_reason) + b',"stop_reason":' + _encode(delta.stop_reason)
+    return b"".join(
+        (
+            b'{"index":%d,"text":' % index,
+            _encode(delta.text),
+            b',"logprobs":',
+            b"null" if delta.logprobs is None else delta.logprobs.written(),
+            b',"finish_reason":',
+            finish,
+            b"" if not with_ids else b',"token_ids":' + _encode(delta.token_ids),
+            b"" if prompt_ids is None else b',"prompt_token_ids":' + _encode(prompt_ids),
+            b"}",
+        )
+    )
+
+
+class _TextStarts:
+    """Where tokens begin in the text of a choice, in characters; one that begins inside a character stands there.
+
+    start: of the first. spelled: the text of a prompt, in which these special tokens count where it spells them: others
+    were put in by the tokenizer, or are left out of the text.
+    """
+
+    def __init__(
+        self,
+        detokenizer: IncrementalDetokenizer,
+        start: int = 0,
+        spelled: str = "",
+        special_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._next = start
+        self._spelled, self._special_ids = spelled, special_ids
+
+    def take(self, ids: Iterable[int]) -> list[int]:
+        """Of the next tokens."""
+        starts = []
+        for id in ids:
+            starts.append(self._next)
+            shown = self._detokenizer.append(id)
+            if id not in self._special_ids or self._spelled.startswith(shown, self._next):
+                self._next += len(shown)
+        return starts
+
+
+def _likeliest(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, float]:
+    """The likeliest tokens and the one that is there; of two with the same text the likelier stays."""
+    found: dict[str, float] = {}
+    for id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
+        found.setdefault(text_of(tokenizer, id), finite(logprob))
+    found.setdefault(text_of(tokenizer, entry.token), finite(entry.logprob))
+    return found

@@ -7,23 +7,22 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 
+import msgspec
 from fastapi import Request, Response
 
 from strata.serve.admission import admit_generation
-from strata.serve.api.completion_choice import ChoiceDelta, ChoiceText, check_echo, echo_of, merged
-from strata.serve.api.completion_stream import CompletionStream, written_choice, written_completion
-from strata.serve.api.ledger_reply import ledger_of
+from strata.serve.api.answer import AnswerWriter
+from strata.serve.api.completion_choice import ChoiceDelta, ChoiceText, check_echo, echo_of, written_choice
 from strata.serve.api.prompts import Prompt, bad_words_of, encode_all
-from strata.serve.generation import Generation, SampleDelta, merged_streams
+from strata.serve.generation import EngineRequest, SampleDelta, merged_streams
 from strata.serve.grammar import answer_grammar
-from strata.serve.http.json_route import api_router
 from strata.serve.http.limits import AdmittedRequest
-from strata.serve.http.sse import DONE, EventStream, run_until_disconnect, streams
+from strata.serve.http.routes import api_router
+from strata.serve.http.sse import EventStream, run_until_disconnect, streams
 from strata.serve.observe.logs import note_prompt
 from strata.serve.schema.completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
-from strata.serve.schema.reply import ReplyHead, Usage, usage_of
 from strata.serve.schema.sampling import check_ids, sampling_params
-from strata.serve.state import ServerState, caller_of, server_of
+from strata.serve.state import ServerState, received, server_of
 from strata.text.tokenizer import Tokenizer
 
 router = api_router("completions")
@@ -32,7 +31,7 @@ router = api_router("completions")
 @router.post("/v1/completions", response_model=Completion, responses=streams(Completion))
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Write on from a prompt, or from each of several."""
-    server_of(request).metrics.received("completions", caller_of(request).name)
+    received(request, "completions")
     if body.stream:
         return EventStream(_stream(body, request))
     return await run_until_disconnect(request, _answer(body, request))
@@ -47,32 +46,31 @@ async def _answer(body: CompletionRequest, request: Request) -> Response:
     choices = []
     for index, own in enumerate(deltas):
         prompt_ids = parsed.prompt_of(index).ids if body.return_token_ids else None
-        choices.append(written_choice(index, merged(own), with_ids=prompt_ids is not None, prompt_ids=prompt_ids))
+        choice = written_choice(index, own, with_ids=prompt_ids is not None, prompt_ids=prompt_ids)
+        choices.append(msgspec.Raw(choice))
         await asyncio.sleep(0)  # they may be long
-    ledger = await ledger_of(request, parsed.generations) if body.ledger else None
-    return Response(written_completion(parsed.head, choices, parsed.usage(), ledger), media_type="application/json")
+    return await parsed.answer.whole(choices)
 
 
 async def _stream(body: CompletionRequest, request: Request) -> AsyncGenerator[bytes, None]:
     parsed = await _parse(body, request)
-    stream = CompletionStream(
-        parsed.head,
-        with_usage=body.includes_usage,
-        usage=parsed.usage if body.continuous_usage else None,
-        with_ids=bool(body.return_token_ids),
-    )
-    unsent = set(range(len(parsed.choices))) if body.return_token_ids else set()
+    with_ids = bool(body.return_token_ids)
+    unsent = set(range(len(parsed.choices))) if with_ids else set()  # choices whose prompt's ids are to be reported
+    held: list[list[ChoiceDelta]] = [[] for _ in parsed.choices]
     async with aclosing(parsed.choice_deltas()) as batches:
         async for batch in batches:
             chunks = []
             for index, delta in batch:
-                chunks.append(stream.chunk(index, delta, parsed.prompt_of(index).ids if index in unsent else None))
-                unsent.discard(index)
-            if any(chunks):
+                held[index].append(delta)
+                if delta.text or delta.finish_reason is not None or index in unsent:
+                    prompt_ids = parsed.prompt_of(index).ids if index in unsent else None
+                    choice = written_choice(index, held[index], with_ids=with_ids, prompt_ids=prompt_ids)
+                    chunks.append(parsed.answer.chunk(choice))
+                    held[index] = []
+                    unsent.discard(index)
+            if chunks:
                 yield b"".join(chunks)
-    usage = parsed.usage() if body.includes_usage else None
-    ledger = await ledger_of(request, parsed.generations) if body.ledger else None
-    yield stream.last(usage, ledger) + DONE
+    yield await parsed.answer.last()
 
 
 @dataclass(frozen=True)
@@ -82,9 +80,8 @@ class _ParsedCompletion:
     scores: only the prompts are reported. The engine generates a token all the same, which is dropped.
     """
 
-    head: ReplyHead
+    answer: AnswerWriter
     prompts: list[Prompt]
-    generations: list[Generation]
     choices: list[ChoiceText]
     samples: int
     echo: bool
@@ -92,26 +89,23 @@ class _ParsedCompletion:
     scores: bool
     tokenizer: Tokenizer
 
-    def usage(self) -> Usage:
-        """What has been used so far."""
-        return usage_of(self.generations, output=not self.scores)
-
     def prompt_of(self, choice: int) -> Prompt:
         return self.prompts[choice // self.samples]
 
     async def choice_deltas(self) -> AsyncGenerator[list[tuple[int, ChoiceDelta]], None]:
         """(choice, delta), as many as have come; closing it aborts what has not ended."""
-        unechoed = set(range(len(self.generations))) if self.echo else set()
+        generations = self.answer.generations
+        unechoed = set(range(len(generations))) if self.echo else set()
         async with AsyncExitStack() as stack:
-            for generation in self.generations:
+            for generation in generations:
                 await stack.enter_async_context(generation)
-            async for number, deltas in await stack.enter_async_context(aclosing(merged_streams(self.generations))):
+            async for number, deltas in await stack.enter_async_context(aclosing(merged_streams(generations))):
                 batch = await self._echoes(number) if number in unechoed else []
                 unechoed.discard(number)
                 yield batch + [self._choice_delta(number, delta) for delta in deltas]
 
     async def _echoes(self, number: int) -> list[tuple[int, ChoiceDelta]]:
-        prompt_logprobs = self.generations[number].prompt_logprobs if self.logprobs else None
+        prompt_logprobs = self.answer.generations[number].prompt_logprobs if self.logprobs else None
         echo = await echo_of(self.prompts[number], prompt_logprobs, self.tokenizer)
         return [(index, echo) for index in range(number * self.samples, (number + 1) * self.samples)]
 
@@ -125,9 +119,9 @@ class _ParsedCompletion:
 async def _parse(body: CompletionRequest, request: Request) -> _ParsedCompletion:
     """The request as the engine takes it. Raises ApiError for what cannot be served."""
     state = server_of(request)
-    model = state.model_name(body.model)
-    body.check()
     scores = body.max_tokens == 0
+    answer = AnswerWriter(request, body, "cmpl", "text_completion", output=not scores)
+    body.check()
     params = sampling_params(
         body,
         state.client.ready,
@@ -145,34 +139,16 @@ async def _parse(body: CompletionRequest, request: Request) -> _ParsedCompletion
         await state.grammars.check(grammar, admission)
     note_prompt(request.scope, "\n".join(prompt.text for prompt in prompts))
     bad_words = await bad_words_of(state, admission, params)
-    head = ReplyHead.new("cmpl", model)
-    return _ParsedCompletion(
-        head,
-        prompts,
-        [
-            Generation(
-                request,
-                prompt.ids,
-                params,
-                endpoint="completions",
-                bad_words=bad_words,
-                grammar=None if grammar is None else grammar.text,
-                priority=body.priority or 0,
-                reply_id=head.id,
-            )
-            for prompt in prompts
-        ],
-        [
-            ChoiceText(prompt, params, state.tokenizer, start=len(prompt.text) if body.echo else 0)
-            for prompt in prompts
-            for _ in range(params.n)
-        ],
-        params.n,
-        bool(body.echo),
-        body.logprobs is not None,
-        scores,
-        state.tokenizer,
-    )
+    for prompt in prompts:
+        asked = EngineRequest(prompt.ids, params, bad_words, None if grammar is None else grammar.text)
+        answer.generate("completions", asked)
+    choices = [
+        ChoiceText(prompt, params, state.tokenizer, start=len(prompt.text) if body.echo else 0)
+        for prompt in prompts
+        for _ in range(params.n)
+    ]
+    echo, logprobs = bool(body.echo), body.logprobs is not None
+    return _ParsedCompletion(answer, prompts, choices, params.n, echo, logprobs, scores, state.tokenizer)
 
 
 async def _prompts(

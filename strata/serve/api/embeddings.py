@@ -9,7 +9,6 @@ import time
 from typing import Literal, cast
 from uuid import uuid4
 
-import msgspec
 from fastapi import Request, Response
 
 from strata.engine.process.messages import Embed
@@ -17,13 +16,13 @@ from strata.serve.admission import admit
 from strata.serve.api.prompts import encode_all
 from strata.serve.client import EngineGone, EngineRefused
 from strata.serve.http.errors import ApiError
-from strata.serve.http.json_route import api_router
 from strata.serve.http.limits import AdmittedRequest
+from strata.serve.http.routes import api_router, json_response
 from strata.serve.http.sse import run_until_disconnect
 from strata.serve.observe.metrics import RequestRecord
 from strata.serve.schema.embeddings import EmbeddingList, EmbeddingRequest
 from strata.serve.schema.sampling import check_ids
-from strata.serve.state import ServerState, caller_of, server_of
+from strata.serve.state import ServerState, received, server_of
 
 # Of one request at the engine at once, so that others are not kept waiting.
 _AT_ONCE = 8
@@ -34,7 +33,7 @@ router = api_router("embeddings")
 @router.post("/v1/embeddings", response_model=EmbeddingList)
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """The vectors of texts."""
-    server_of(request).metrics.received("embeddings", caller_of(request).name)
+    received(request, "embeddings")
     return await run_until_disconnect(request, _answer(body, request))
 
 
@@ -52,8 +51,7 @@ async def _answer(body: EmbeddingRequest, request: Request) -> Response:
     written = [_base64(vector) if body.encoding_format == "base64" else vector for vector in vectors]
     data = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(written)]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    answer = {"object": "list", "data": data, "model": model, "usage": usage}
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return json_response({"object": "list", "data": data, "model": model, "usage": usage})
 
 
 def _inputs(body: EmbeddingRequest) -> dict[str, str | list[int]]:
@@ -102,45 +100,8 @@ async def _embed(
     pooling: Literal["last", "mean"],
     at_once: int,
 ) -> list[list[float]]:
-    """The vectors in the order of the prompts. Metrics count the request as one."""
-    reason = "abort"
-    try:
-        async with asyncio.timeout(admission.deadline - time.monotonic()):
-            vectors = await _all_vectors(state, admission, prompts, pooling, at_once)
-        reason = "stop"
-        return vectors
-    except TimeoutError:
-        reason = "error"
-        raise admission.timed_out() from None
-    except ApiError:
-        reason = "error"
-        raise
-    finally:
-        if reason == "abort":
-            state.metrics.aborted()
-        state.metrics.finished(
-            RequestRecord(
-                endpoint="embeddings",
-                reason=reason,
-                arrival=admission.arrival,
-                scheduled=None,
-                first_token=None,
-                ended=time.monotonic(),
-                prompt_tokens=sum(map(len, prompts)),
-                cached_tokens=0,
-                output_tokens=0,
-            )
-        )
-
-
-async def _all_vectors(
-    state: ServerState,
-    admission: AdmittedRequest,
-    prompts: list[list[int]],
-    pooling: Literal["last", "mean"],
-    at_once: int,
-) -> list[list[float]]:
-    """Asks the engine for a few at a time; when this is cancelled or one fails, the others are aborted."""
+    """The vectors in the order of the prompts, of which the engine is asked for a few at a time; when this is cancelled
+    or one fails, the others are aborted. Metrics count the request as one."""
     places = asyncio.Semaphore(at_once)
 
     async def embed(number: int, prompt: list[int]) -> list[float]:
@@ -155,11 +116,22 @@ async def _all_vectors(
             return vector
 
     tasks = [asyncio.create_task(embed(number, prompt)) for number, prompt in enumerate(prompts)]
+    reason = "abort"
     try:
-        return await asyncio.gather(*tasks)
+        async with asyncio.timeout(admission.deadline - time.monotonic()):
+            vectors = await asyncio.gather(*tasks)
+        reason = "stop"
+        return vectors
+    except (TimeoutError, ApiError) as error:
+        reason = "error"
+        raise error if isinstance(error, ApiError) else admission.timed_out() from None
     finally:
         for task in tasks:
             task.cancel()
+        if reason == "abort":
+            state.metrics.aborted()
+        ended, tokens = time.monotonic(), sum(map(len, prompts))
+        state.metrics.finished(RequestRecord("embeddings", reason, admission.arrival, ended, tokens))
 
 
 def _base64(vector: list[float]) -> str:

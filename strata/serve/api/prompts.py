@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from strata.engine.bad_words import TIMES_ENCODED, bad_word_ids
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.http.errors import ApiError
 from strata.serve.http.limits import AdmittedRequest
 from strata.serve.state import ServerState
+from strata.text.chat_template import ChatOptions
 from strata.text.messages import text_of
 from strata.text.spelled_tokens import ChatText
 
@@ -29,31 +30,29 @@ class Prompt:
     ids: list[int]
 
 
-async def chat_text(
+async def chat_prompt(
     state: ServerState,
     admission: AdmittedRequest,
     messages: Sequence[Mapping[str, Any]],
     *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    variables: Mapping[str, Any] | None = None,
-    parse_special_tokens: bool = False,
-) -> ChatText:
+    add_special_tokens: bool = False,
+    param: str = "messages",
+    **options: Unpack[ChatOptions],
+) -> Prompt:
     """What the model's chat template makes of the messages.
 
     Raises ApiError (400) if it refuses them, or if what others than the model have said is longer than it could take.
-    variables: for the template, besides. parse_special_tokens: those that messages spell become tokens.
+    add_special_tokens: besides those that the template writes. param: what the messages are called in the request.
     """
     said = (text_of(message.get("content")) for message in messages if message.get("role") != "assistant")
-    _check_length(state, sum(map(len, said)), "messages")
+    _check_length(state, sum(map(len, said)), param)
     try:
-        asked = state.tokenizer.rendering(
-            messages, add_generation_prompt, continue_final_message, tools, variables, parse_special_tokens
-        )
-        return await state.templates.run(admission, lambda renderer: renderer.render(asked))
+        asked = state.tokenizer.rendering(messages, **options)
+        text = await state.templates.run(admission, lambda renderer: renderer.render(asked))
     except ValueError as error:
-        raise ApiError(400, str(error), param="messages", code="chat_template_failed") from None
+        raise ApiError(400, str(error), param=param, code="chat_template_failed") from None
+    ids = await encode(state, admission, text, add_special_tokens=add_special_tokens, param=param)
+    return Prompt(text.text, ids)
 
 
 async def encode(

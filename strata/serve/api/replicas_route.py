@@ -9,9 +9,8 @@ from fastapi import Request
 
 from strata.serve.client import EngineClient
 from strata.serve.http.errors import ApiError
-from strata.serve.http.json_route import api_router
-from strata.serve.routing.drains import LastReplica
-from strata.serve.routing.replicas import Replicas
+from strata.serve.http.routes import api_router
+from strata.serve.routing.replicas import LastReplica, Replicas
 from strata.serve.schema.base import ReplyModel
 from strata.serve.state import ServerState, caller_of, server_of
 

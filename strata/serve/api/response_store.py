@@ -29,54 +29,30 @@ class ResponseStore:
     def __init__(self, most: int = MAX_RESPONSES, most_bytes: int = MAX_BYTES) -> None:
         self._most = most
         self._most_bytes = most_bytes
-        self._by_caller: dict[str, _CallerResponses] = {}
+        self._by_caller: dict[str, OrderedDict[str, bytes]] = {}  # the least recently used first
 
     def put(self, caller: str, id: str, response: StoredResponse) -> bool:
         """Keep a response; False if it is larger than all that is kept for a caller."""
         encoded = msgspec.json.encode((response.body, response.messages))
         if len(encoded) > self._most_bytes:
             return False
-        own = self._by_caller.setdefault(caller, _CallerResponses())
-        own.put(id, encoded)
-        while len(own) > self._most or own.bytes > self._most_bytes:
-            own.drop_oldest()
+        own = self._by_caller.setdefault(caller, OrderedDict())
+        own.pop(id, None)
+        own[id] = encoded
+        size = sum(map(len, own.values()))
+        while len(own) > self._most or size > self._most_bytes:
+            _, oldest = own.popitem(last=False)
+            size -= len(oldest)
         return True
 
     def get(self, caller: str, id: str) -> StoredResponse | None:
         """A response of this caller, which is used by this; None if it has none of that id."""
-        encoded = self._by_caller[caller].get(id) if caller in self._by_caller else None
-        return None if encoded is None else StoredResponse(*msgspec.json.decode(encoded))
+        own = self._by_caller.get(caller, OrderedDict())
+        if id not in own:
+            return None
+        own.move_to_end(id)
+        return StoredResponse(*msgspec.json.decode(own[id]))
 
     def delete(self, caller: str, id: str) -> bool:
         """Whether there was such a response of this caller."""
-        return caller in self._by_caller and self._by_caller[caller].delete(id)
-
-
-class _CallerResponses:
-    """Encoded responses, the least recently used first."""
-
-    def __init__(self) -> None:
-        self._responses: OrderedDict[str, bytes] = OrderedDict()
-        self.bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._responses)
-
-    def put(self, id: str, encoded: bytes) -> None:
-        self.delete(id)
-        self._responses[id] = encoded
-        self.bytes += len(encoded)
-
-    def get(self, id: str) -> bytes | None:
-        if id in self._responses:
-            self._responses.move_to_end(id)
-        return self._responses.get(id)
-
-    def delete(self, id: str) -> bool:
-        encoded = self._responses.pop(id, None)
-        self.bytes -= len(encoded or b"")
-        return encoded is not None
-
-    def drop_oldest(self) -> None:
-        _, encoded = self._responses.popitem(last=False)
-        self.bytes -= len(encoded)
+        return caller in self._by_caller and self._by_caller[caller].pop(id, None) is not None

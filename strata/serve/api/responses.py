@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 from typing import Any, Literal
 from uuid import uuid4
 
-import msgspec
 from fastapi import Request, Response
 
 from strata.engine.sampling_params import SamplingParams
-from strata.serve.admission import admit_generation
-from strata.serve.api.prompts import bad_words_of
+from strata.serve.api.dialogue import Tools, parse_dialogue
+from strata.serve.api.prompts import Prompt
 from strata.serve.api.response_store import StoredResponse
-from strata.serve.api.responses_input import assistant_message, input_messages
-from strata.serve.api.responses_prompt import response_prompt
+from strata.serve.api.responses_input import assistant_message, input_messages, response_prompt
 from strata.serve.api.responses_stream import EventWriter, ResponseInProgress
 from strata.serve.generation import Generation
-from strata.serve.grammar import Grammar, named_schema_grammar
+from strata.serve.grammar import Grammar, format_grammar
 from strata.serve.http.errors import ApiError
-from strata.serve.http.json_route import api_router
+from strata.serve.http.limits import AdmittedRequest
+from strata.serve.http.routes import api_router, json_response
 from strata.serve.http.sse import EventStream, run_until_disconnect, streams
-from strata.serve.observe.logs import note_prompt
-from strata.serve.replies.reasoning import opens_reasoning
-from strata.serve.replies.reply_parser import ReplyParser, collect, with_visible_tags
-from strata.serve.replies.tools import Named, OfferedFunction, ToolUse, use_tools
-from strata.serve.schema.responses import JsonSchemaFormat, ResponsesNamedTool, ResponsesRequest, TextFormat
+from strata.serve.replies.reply_parser import collect
+from strata.serve.schema.responses import ResponsesNamedTool, ResponsesRequest
 from strata.serve.schema.responses_reply import DeletedResponse, ResponseObject, ResponseStreamEvent
-from strata.serve.schema.sampling import sampling_params
-from strata.serve.state import ServerState, caller_of, server_of
+from strata.serve.schema.structured import TextFormat
+from strata.serve.state import ServerState, caller_of, received, server_of
 
 router = api_router("responses")
 
@@ -38,7 +33,7 @@ router = api_router("responses")
 @router.post("/v1/responses", response_model=ResponseObject, responses=streams(ResponseStreamEvent))
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer an input."""
-    server_of(request).metrics.received("responses", caller_of(request).name)
+    received(request, "responses")
     if body.stream:
         return EventStream(_stream(body, request))
     return await run_until_disconnect(request, _answer(body, request))
@@ -47,7 +42,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 @router.get("/v1/responses/{id}", response_model=ResponseObject)
 async def get_response(request: Request, id: str, stream: Literal["false"] = "false") -> Response:
     """A response that was kept."""
-    return _json(_stored(request, id).body)
+    return json_response(_stored(request, id).body)
 
 
 @router.delete("/v1/responses/{id}")
@@ -58,30 +53,24 @@ async def delete_response(request: Request, id: str) -> DeletedResponse:
     return DeletedResponse(id=id, object="response", deleted=True)
 
 
-@dataclass(frozen=True)
-class _ParsedResponse:
-    """messages: the conversation so far, without the instructions; None if the response is not to be kept."""
-
-    response: ResponseInProgress
-    generation: Generation
-    messages: list[dict[str, Any]] | None
+# A response, its generation, and the conversation so far without the instructions; None if it is not to be kept.
+_Parsed = tuple[ResponseInProgress, Generation, list[dict[str, Any]] | None]
 
 
 async def _answer(body: ResponsesRequest, request: Request) -> Response:
-    parsed = await _parse(body, request)
-    async with parsed.generation as generation:
+    response, generation, messages = await _parse(body, request)
+    async with generation:
         async for deltas in generation:
             for delta in deltas:
-                parsed.response.take(delta)
-    _complete(parsed, request)
-    return _json(parsed.response.body)
+                response.take(delta)
+    _complete(request, response, generation, messages)
+    return json_response(response.body)
 
 
 async def _stream(body: ResponsesRequest, request: Request) -> AsyncGenerator[bytes, None]:
-    parsed = await _parse(body, request)
-    response, writer = parsed.response, EventWriter()
-    begun = False
-    async with parsed.generation as generation:
+    response, generation, messages = await _parse(body, request)
+    writer, begun = EventWriter(), False
+    async with generation:
         try:
             async for deltas in generation:
                 events = [] if begun else response.begin()
@@ -95,69 +84,43 @@ async def _stream(body: ResponsesRequest, request: Request) -> AsyncGenerator[by
                 raise
             yield writer.write(response.fail(error))
             return
-    _complete(parsed, request)
+    _complete(request, response, generation, messages)
     yield writer.write(response.end())
 
 
-def _complete(parsed: _ParsedResponse, request: Request) -> None:
+def _complete(
+    request: Request, response: ResponseInProgress, generation: Generation, messages: list[dict[str, Any]] | None
+) -> None:
     """After the last delta: complete the object, and keep it if that was asked for."""
-    response = parsed.response
-    response.finish(parsed.generation)
-    if parsed.messages is None:
+    response.finish(generation)
+    if messages is None:
         return
-    messages = [*parsed.messages, assistant_message(collect(response.reply))]
-    kept = StoredResponse(response.body, messages)
+    kept = StoredResponse(response.body, [*messages, assistant_message(collect(response.reply))])
     response.body["store"] = server_of(request).responses.put(caller_of(request).name, response.body["id"], kept)
 
 
-async def _parse(body: ResponsesRequest, request: Request) -> _ParsedResponse:
+async def _parse(body: ResponsesRequest, request: Request) -> _Parsed:
     """The request as the engine takes it. Raises ApiError for what cannot be served."""
     state = server_of(request)
     model = state.model_name(body.model)
     body.check()
     keep = _kept(body, state)
-    params = sampling_params(
-        body.sampling, state.client.ready, max_tokens=body.max_output_tokens, logprobs=body.reported_logprobs
-    )
-    admission = admit_generation(request, params, priority=body.priority)
-    tools = _tool_use(body, state.settings.tool_format)
-    grammar = tools.grammar
-    if grammar is not None:
-        await state.grammars.check(grammar, admission)
-    before = [] if body.previous_response_id is None else _previous(body.previous_response_id, request).messages
-    messages = [*before, *input_messages(body.input, before)]
-    instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    prompt = await response_prompt(
-        state,
-        admission,
-        [*instructions, *messages],
-        tools.shown,
-        body.template_variables,
-        shorten=body.truncation == "auto",
-        output_tokens=body.max_output_tokens or 1,
-    )
-    note_prompt(request.scope, prompt.text)
-    reasoning = state.settings.reasoning and grammar is None  # a grammar leaves no room for it
-    params = with_visible_tags(params, state.tokenizer, tools.tool_format, reasoning)
-    parser = ReplyParser(
-        tools.tool_format, reasoning, in_reasoning=opens_reasoning(prompt.text), parallel=tools.parallel
-    )
-    bad_words = await bad_words_of(state, admission, params)
-    new = _new_body(body, model, params, keep)
-    return _ParsedResponse(
-        ResponseInProgress(new, parser, state.tokenizer),
-        Generation(
-            request,
-            prompt.ids,
-            params,
-            endpoint="responses",
-            bad_words=bad_words,
-            grammar=None if grammar is None else grammar.text,
-            priority=body.priority or 0,
-            reply_id=new["id"],
-        ),
-        messages if keep else None,
-    )
+    messages: list[dict[str, Any]] = []
+
+    async def render(admission: AdmittedRequest, tools: Tools) -> Prompt:
+        before: list[dict[str, Any]] = []
+        if (earlier := body.previous_response_id) is not None:
+            before = _stored(request, earlier, "previous_response_id").messages
+        messages.extend([*before, *input_messages(body.input, before)])
+        return await response_prompt(state, admission, body, messages, tools)
+
+    def form() -> Grammar | None:
+        return None if body.text is None else format_grammar(body.text.format, "text.format")
+
+    asked, (parser,) = await parse_dialogue(body, request, form, render)
+    new = _new_body(body, model, asked.params, keep)
+    generation = Generation(request, "responses", asked, priority=body.priority, reply_id=new["id"])
+    return ResponseInProgress(new, parser, state.tokenizer), generation, messages if keep else None
 
 
 def _new_body(body: ResponsesRequest, model: str, params: SamplingParams, store: bool) -> dict[str, Any]:
@@ -195,26 +158,6 @@ def _new_body(body: ResponsesRequest, model: str, params: SamplingParams, store:
     }
 
 
-def _tool_use(body: ResponsesRequest, tool_format: str | None) -> ToolUse:
-    choice = body.tool_choice
-    return use_tools(
-        [OfferedFunction(tool.name, tool.description, tool.parameters) for tool in body.tools or ()],
-        Named(choice.name) if isinstance(choice, ResponsesNamedTool) else choice,
-        parallel=body.parallel_tool_calls is not False,
-        tool_format=tool_format,
-        answer=_format_grammar(body),
-    )
-
-
-def _format_grammar(body: ResponsesRequest) -> Grammar | None:
-    form = body.text.format if body.text is not None else None
-    if form is None or isinstance(form, TextFormat):
-        return None
-    if isinstance(form, JsonSchemaFormat):
-        return named_schema_grammar({"name": form.name, "schema": form.schema_}, "text.format")
-    return Grammar.json_object("text.format")
-
-
 def _kept(body: ResponsesRequest, state: ServerState) -> bool:
     """Whether the response is to be kept. Raises ApiError (400) if that is asked for where none can be."""
     if state.settings.api_workers == 1:
@@ -224,23 +167,16 @@ def _kept(body: ResponsesRequest, state: ServerState) -> bool:
     return False
 
 
-def _previous(id: str, request: Request) -> StoredResponse:
-    try:
-        return _stored(request, id)
-    except ApiError as error:
-        error.param = "previous_response_id"
-        raise
-
-
-def _stored(request: Request, id: str) -> StoredResponse:
+def _stored(request: Request, id: str, param: str | None = None) -> StoredResponse:
     state = server_of(request)
     if state.settings.api_workers > 1:
-        raise _no_store(None)
+        raise _no_store(param)
     found = state.responses.get(caller_of(request).name, id)
     if found is None:
         raise ApiError(
             404,
             f"there is no response {id!r:.100} here: it was not stored, was deleted, or has made room for newer ones",
+            param=param,
             code="response_not_found",
         )
     return found
@@ -254,7 +190,3 @@ def _no_store(param: str | None) -> ApiError:
         param=param,
         code="responses_not_stored",
     )
-
-
-def _json(body: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")

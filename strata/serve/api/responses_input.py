@@ -1,12 +1,14 @@
-"""The input of a /v1/responses request as the messages of a chat."""
+"""The input of a /v1/responses request as the messages of a chat, and its prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from strata.serve.api.prompts import Prompt, chat_prompt
 from strata.serve.http.errors import ApiError
-from strata.serve.replies.reply_parser import Reply
+from strata.serve.http.limits import AdmittedRequest
+from strata.serve.replies.reply_parser import Reply, ToolCall
 from strata.serve.schema.responses import (
     Content,
     FunctionCallItem,
@@ -14,7 +16,9 @@ from strata.serve.schema.responses import (
     Item,
     MessageItem,
     ReasoningItem,
+    ResponsesRequest,
 )
+from strata.serve.state import ServerState
 from strata.text.messages import messages_for_template
 
 
@@ -48,10 +52,56 @@ def input_messages(given: str | Sequence[Item], before: Sequence[dict[str, Any]]
 
 def assistant_message(reply: Reply) -> dict[str, Any]:
     """What the model has written, as the message that later requests go on from."""
-    calls = [_call(call.id, call.name, call.arguments) for call in reply.tool_calls]
+    calls = [call.as_sent() for call in reply.tool_calls]
     reasoning = reply.reasoning or None
     written = {"role": "assistant", "content": reply.content, "reasoning_content": reasoning, "tool_calls": calls}
     return messages_for_template([written])[0]
+
+
+async def response_prompt(
+    state: ServerState,
+    admission: AdmittedRequest,
+    body: ResponsesRequest,
+    conversation: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None,
+) -> Prompt:
+    """The prompt that continues the conversation.
+
+    With `truncation: "auto"`, if it and the output do not fit the model, the oldest messages go, up to a later one of
+    the user; system messages at the start stay. What does not fit even so is returned as it is.
+    Raises ApiError (400) for messages that the template refuses.
+    """
+    most = state.client.ready.max_model_len - (body.max_output_tokens or 1)
+    messages = [*([{"role": "system", "content": body.instructions}] if body.instructions else ()), *conversation]
+
+    async def render(tried: Sequence[dict[str, Any]]) -> Prompt:
+        return await chat_prompt(state, admission, tried, param="input", tools=tools, variables=body.template_variables)
+
+    async def fitting(tried: Sequence[dict[str, Any]]) -> Prompt | None:
+        try:
+            prompt = await render(tried)
+        except ApiError as error:
+            if error.code == "context_length_exceeded":
+                return None
+            raise
+        return prompt if len(prompt.ids) <= most else None
+
+    if body.truncation != "auto":
+        return await render(messages)
+    if (whole := await fitting(messages)) is not None:
+        return whole
+    head = next((place for place, message in enumerate(messages) if message["role"] != "system"), 0)
+    starts = [place for place, message in enumerate(messages) if message["role"] == "user" and place > head]
+    # Each try renders the template, so the first start that fits is found by halving.
+    low, high = 0, len(starts)
+    while low < high:
+        middle = (low + high) // 2
+        if await fitting([*messages[:head], *messages[starts[middle] :]]) is not None:
+            high = middle
+        else:
+            low = middle + 1
+    start = starts[min(low, len(starts) - 1)] if starts else head
+    return await render([*messages[:head], *messages[start:]])
 
 
 def _add_to_assistant(messages: list[dict[str, Any]], item: MessageItem | FunctionCallItem | ReasoningItem) -> None:
@@ -59,7 +109,7 @@ def _add_to_assistant(messages: list[dict[str, Any]], item: MessageItem | Functi
         messages.append({"role": "assistant"})
     last = messages[-1]
     if isinstance(item, FunctionCallItem):
-        last.setdefault("tool_calls", []).append(_call(item.call_id, item.name, item.arguments))
+        last.setdefault("tool_calls", []).append(ToolCall(item.call_id, item.name, item.arguments).as_sent())
     elif isinstance(item, ReasoningItem):
         last["reasoning_content"] = "\n".join(part.text for part in item.content or item.summary or ())
     else:
@@ -74,10 +124,6 @@ def _follows(message: dict[str, Any], item: MessageItem | FunctionCallItem | Rea
         return True
     empty = "content" not in message and "tool_calls" not in message
     return empty and (isinstance(item, MessageItem) or "reasoning_content" not in message)
-
-
-def _call(id: str, name: str, arguments: str) -> dict[str, Any]:
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _content(content: Content) -> Any:

@@ -9,12 +9,13 @@ from fastapi import Request, Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 import strata
+from strata.serve.api.answer import ledger_reply
 from strata.serve.client import EngineGone
 from strata.serve.http.errors import ApiError
-from strata.serve.http.json_route import api_router
+from strata.serve.http.routes import api_router, json_response
 from strata.serve.http.validation import shown
-from strata.serve.schema.base import ReplyModel, json_response
-from strata.serve.schema.ledger import RequestLedgerReply, ledger_reply
+from strata.serve.schema.base import ReplyModel
+from strata.serve.schema.reply import RequestLedgerReply
 from strata.serve.state import ServerState, ledger_name, server_of
 
 models_router, health_router, observation_router = map(api_router, ("models", "health", "observation"))
@@ -81,7 +82,7 @@ def _answer(check: Callable[[], None], status: str) -> Response:
         check()
     except ApiError as error:  # answered here, since it turns away no request
         return error.response()
-    return json_response(Health(status=status))
+    return json_response({"status": status})
 
 
 @observation_router.get("/requests/{id}", response_model=RequestLedgerReply)
@@ -98,7 +99,7 @@ async def get_request(request: Request, id: str) -> Response:
             f"there is no request {shown(id)} of this key here: it never came to the engine, or was too long ago",
             code="request_not_found",
         )
-    return json_response(ledger_reply(id, state.model_name(None), state.client.ready.device, found))
+    return json_response(ledger_reply(state, id, found))
 
 
 @observation_router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})

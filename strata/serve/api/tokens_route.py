@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 from fastapi import Request, Response
 from pydantic import Field
 
 from strata.serve.admission import admit
-from strata.serve.api.prompts import chat_text, encode, off_the_loop
+from strata.serve.api.prompts import chat_prompt, encode, off_the_loop
 from strata.serve.http.errors import ApiError
-from strata.serve.http.json_route import api_router
-from strata.serve.http.limits import AdmittedRequest
-from strata.serve.schema.base import ReplyModel, RequestModel, json_response
-from strata.serve.schema.chat import Tool
-from strata.serve.schema.messages import Message, as_sent
+from strata.serve.http.routes import api_router, json_response
+from strata.serve.schema.base import ReplyModel, RequestModel
+from strata.serve.schema.chat import MAX_TOOLS, Tool
+from strata.serve.schema.messages import Message, TemplateFields, as_sent
 from strata.serve.schema.sampling import TokenId, check_ids
-from strata.serve.schema.template import TemplateFields
-from strata.serve.state import ServerState, caller_of, server_of
-from strata.text.spelled_tokens import ChatText
+from strata.serve.state import received
 
 router = api_router("tokens")
 
@@ -35,7 +31,7 @@ class TokenizeRequest(TemplateFields):
     """Add what the tokenizer puts around a text: by default to a prompt, not to messages, whose template does it."""
     return_token_strs: bool | None = None
     """Tell the tokens as the vocabulary writes them, too."""
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     """Functions that are shown to the model with the messages."""
 
     def check(self) -> None:
@@ -77,8 +73,7 @@ class Detokenized(ReplyModel):
 @router.post("/tokenize", response_model=Tokenized)
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a prompt or of messages."""
-    state = server_of(request)
-    state.metrics.received("tokenize", caller_of(request).name)
+    state = received(request, "tokenize")
     state.model_name(body.model)
     body.check()
     admission = admit(request)
@@ -86,25 +81,28 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         add = body.add_special_tokens is not False
         tokens = await encode(state, admission, body.prompt, add_special_tokens=add)
     else:
-        text = await _text_of_messages(body, state, admission)
-        add = bool(body.add_special_tokens)
-        tokens = await encode(state, admission, text, add_special_tokens=add, param="messages")
+        prompt = await chat_prompt(
+            state,
+            admission,
+            as_sent(body.messages or ()),
+            add_special_tokens=bool(body.add_special_tokens),
+            **body.rendering([tool.function.tool for tool in body.tools or ()]),
+        )
+        tokens = prompt.ids
     admission.add_prompt(len(tokens))
 
-    def written() -> bytes:
+    def written() -> Response:
         strings = [state.tokenizer.token(id) for id in tokens] if body.return_token_strs else None
-        body_fields = {"count": len(tokens), "max_model_len": state.client.ready.max_model_len, "tokens": tokens}
-        return msgspec.json.encode({**body_fields, "token_strs": strings})
+        most = state.client.ready.max_model_len
+        return json_response({"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": strings})
 
-    answer = await off_the_loop(state, admission, len(tokens), written)
-    return Response(answer, media_type="application/json")
+    return await off_the_loop(state, admission, len(tokens), written)
 
 
 @router.post("/detokenize", response_model=Detokenized)
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens included."""
-    state = server_of(request)
-    state.metrics.received("detokenize", caller_of(request).name)
+    state = received(request, "detokenize")
     state.model_name(body.model)
     check_ids(body.tokens, state.client.ready.vocab_size, "tokens")
     admission = admit(request)
@@ -113,17 +111,4 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     def decoded() -> str:
         return state.tokenizer.decode(body.tokens, skip_special_tokens=False)
 
-    return json_response(Detokenized(prompt=await off_the_loop(state, admission, len(body.tokens), decoded)))
-
-
-async def _text_of_messages(body: TokenizeRequest, state: ServerState, admission: AdmittedRequest) -> ChatText:
-    return await chat_text(
-        state,
-        admission,
-        as_sent(body.messages or ()),
-        tools=[tool.model_dump() for tool in body.tools or ()],
-        add_generation_prompt=body.opens_answer,
-        continue_final_message=bool(body.continue_final_message),
-        variables=body.chat_template_kwargs,
-        parse_special_tokens=bool(body.parse_special_tokens),
-    )
+    return json_response({"prompt": await off_the_loop(state, admission, len(body.tokens), decoded)})

@@ -3,55 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import Scope
 
 from strata.serve.http.validation import explain_fault
 from strata.serve.observe.logs import note_error
-from strata.serve.observe.metrics import Rejection
+from strata.serve.observe.metrics import REJECTIONS, Rejection
+from strata.serve.schema.base import ReplyModel
 
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    429: "rate_limit_error",
-    431: "invalid_request_error",
-    500: "server_error",
-    503: "service_unavailable_error",
+
+class _OfStatus(NamedTuple):
+    """rejection: what the metrics call it, None for a fault of ours. description: in the OpenAPI document."""
+
+    type: str
+    rejection: Rejection | None = None
+    description: str = ""
+
+
+_INVALID = "invalid_request_error"
+_STATUSES = {
+    400: _OfStatus(_INVALID, "invalid", "The request is not one that can be served; `param` names the field."),
+    401: _OfStatus("authentication_error", "unauthorized", "A key is missing or wrong."),
+    403: _OfStatus("permission_error", "forbidden", "The key, or the page that asks, has no right to this."),
+    404: _OfStatus("not_found_error", "invalid", "There is no such model or object."),
+    408: _OfStatus("timeout_error", "deadline", "The request took longer than the server allows."),
+    413: _OfStatus(_INVALID, "too_large", "The body is too large."),
+    415: _OfStatus(_INVALID, "invalid", "The body is encoded in a way that is not read here."),
+    429: _OfStatus("rate_limit_error", None, "Too many requests or tokens; come again after `Retry-After` seconds."),
+    431: _OfStatus(_INVALID, "too_large"),
+    500: _OfStatus("server_error", None, "The server failed."),
+    503: _OfStatus("service_unavailable_error", None, "The engine is down, or the server is shutting down."),
 }
-
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
-_REJECTIONS_BY_STATUS: dict[int, Rejection] = {
-    400: "invalid",
-    401: "unauthorized",
-    403: "forbidden",
-    404: "invalid",
-    408: "deadline",
-    413: "too_large",
-    415: "invalid",
-    431: "too_large",
-}
-_REJECTIONS: dict[str, Rejection] = {
-    "queue_full": "queue_full",
-    "concurrency": "concurrency",
-    "requests_per_minute": "requests_per_minute",
-    "tokens_per_minute": "tokens_per_minute",
-    "draining": "draining",
-    "engine_dead": "engine_gone",
-    "timeout": "deadline",
-}
 
 
 class ApiError(Exception):
@@ -79,7 +68,7 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return _STATUSES.get(self.status, _OfStatus(_INVALID if self.status < 500 else "server_error")).type
 
     @property
     def word(self) -> str:
@@ -93,18 +82,21 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, self.headers)
 
 
-def count_rejection(scope: Scope, error: ApiError) -> None:
+def count_rejection(scope: Scope, error: ApiError, rejected: Callable[[Rejection], None] | None = None) -> None:
     """Count in the metrics a request that is not served, or not to its end, for another cause than a fault of ours, and
-    leave its code for the request's line."""
+    leave its code for the request's line. rejected: counts it where there is no application yet."""
     note_error(scope, error.word)
-    reason = rejection_of(error)
-    if reason is not None:
-        scope["app"].state.server.metrics.rejected(reason)
+    if (reason := rejection_of(error)) is not None:
+        (rejected or scope["app"].state.server.metrics.rejected)(reason)
 
 
 def rejection_of(error: ApiError) -> Rejection | None:
     """What the metrics call it; None for a fault of ours."""
-    return _REJECTIONS.get(error.code or "", _REJECTIONS_BY_STATUS.get(error.status))
+    if error.code == "engine_dead":
+        return "engine_gone"
+    if error.code in REJECTIONS:
+        return error.code
+    return _STATUSES[error.status].rejection if error.status in _STATUSES else None
 
 
 def internal_error() -> ApiError:
@@ -112,34 +104,26 @@ def internal_error() -> ApiError:
     return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
 
 
-class ErrorDetail(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+def draining() -> ApiError:
+    """What is said while the server ends."""
+    return ApiError(503, "the server is shutting down; ask another one", code="draining", headers={"retry-after": "5"})
 
+
+class ErrorDetail(ReplyModel):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class ErrorBody(BaseModel):
+class ErrorBody(ReplyModel):
     """How every request that fails is answered."""
-
-    model_config = ConfigDict(extra="forbid")
 
     error: ErrorDetail
 
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorBody, "description": "The request is not one that can be served; `param` names the field."},
-    401: {"model": ErrorBody, "description": "A key is missing or wrong."},
-    403: {"model": ErrorBody, "description": "The key, or the page that asks, has no right to this."},
-    404: {"model": ErrorBody, "description": "There is no such model or object."},
-    408: {"model": ErrorBody, "description": "The request took longer than the server allows."},
-    413: {"model": ErrorBody, "description": "The body is too large."},
-    415: {"model": ErrorBody, "description": "The body is encoded in a way that is not read here."},
-    429: {"model": ErrorBody, "description": "Too many requests or tokens; come again after `Retry-After` seconds."},
-    500: {"model": ErrorBody, "description": "The server failed."},
-    503: {"model": ErrorBody, "description": "The engine is down, or the server is shutting down."},
+    **{status: {"model": ErrorBody, "description": told} for status, (_, _, told) in _STATUSES.items() if told},
     "default": {"model": ErrorBody, "description": "Any other error."},
 }
 
@@ -176,9 +160,7 @@ def _methods_of_path(request: Request) -> str:
 
 
 async def _answer_anything(request: Request, fault: Exception) -> JSONResponse:
-    error = internal_error()
-    note_error(request.scope, error.word)
-    return error.response()  # starlette raises the other on, and the server logs it
+    return await _answer_api_error(request, internal_error())  # starlette raises the other on, and the server logs it
 
 
 ERROR_HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {

@@ -7,16 +7,15 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from ipaddress import ip_address
 
-import msgspec
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from strata.serve.http.bodies import Bodies, Disconnected
-from strata.serve.http.errors import ApiError, rejection_of
+from strata.serve.http.errors import ApiError, count_rejection, draining
 from strata.serve.http.keys import ANONYMOUS, KeyRing
 from strata.serve.http.limits import Caller
 from strata.serve.http.request_head import RequestHead
 from strata.serve.http.validation import shown
-from strata.serve.observe.logs import note_error
 from strata.serve.observe.metrics import Rejection
 from strata.serve.processes.drain import Drain
 from strata.serve.settings import ServeSettings
@@ -96,7 +95,7 @@ class Gate:
                 if open_port and head.path != METRICS_PATH:
                     raise ApiError(404, f"this port has {METRICS_PATH} alone", code="unknown_url")
                 if head.is_preflight and head.origin in self._settings.allowed_origins:
-                    await _send_preflight(answer, head)
+                    await _preflight(head)(scope, receive, answer)
                     return
                 state["caller"] = caller = ANONYMOUS if open_port else self._identify(head)
                 self._check_draining(head)
@@ -104,10 +103,8 @@ class Gate:
                     self._enter(caller)
                 body = await reading.read(caller.name, head, receive)
             except ApiError as error:
-                note_error(scope, error.word)
-                if (reason := rejection_of(error)) is not None:
-                    self._rejected(reason)
-                await _send_error(answer, error)
+                count_rejection(scope, error, self._rejected)
+                await error.response()(scope, receive, answer)
                 return
             except Disconnected:
                 return
@@ -153,8 +150,7 @@ class Gate:
 
     def _check_draining(self, head: RequestHead) -> None:
         if self._drain.begun and head.path not in _WHILE_DRAINING:
-            message = "the server is shutting down; ask another one"
-            raise ApiError(503, message, code="draining", headers={"retry-after": "5"})
+            raise draining()
 
     def _dressed(self, send: Send, head: RequestHead) -> Send:
         """`send` with the headers that every response bears."""
@@ -197,20 +193,11 @@ def _cors_headers(head: RequestHead, allowed: Collection[str]) -> Iterable[tuple
         yield b"access-control-expose-headers", b"x-request-id, retry-after"
 
 
-async def _send_preflight(send: Send, head: RequestHead) -> None:
+def _preflight(head: RequestHead) -> Response:
     asked = head.text(b"access-control-request-headers")
-    headers = [
-        (b"access-control-allow-methods", b"GET, POST, DELETE"),
-        (b"access-control-allow-headers", asked.encode() if _HEADER_NAMES.fullmatch(asked) else b"authorization"),
-        (b"access-control-max-age", b"600"),
-    ]
-    await send({"type": "http.response.start", "status": 204, "headers": headers})
-    await send({"type": "http.response.body", "body": b""})
-
-
-async def _send_error(send: Send, error: ApiError) -> None:
-    body = msgspec.json.encode(error.body())
-    headers = [(name.encode(), value.encode("latin-1")) for name, value in error.headers.items()]
-    headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    headers = {
+        "access-control-allow-methods": "GET, POST, DELETE",
+        "access-control-allow-headers": asked if _HEADER_NAMES.fullmatch(asked) else "authorization",
+        "access-control-max-age": "600",
+    }
+    return Response(status_code=204, headers=headers)

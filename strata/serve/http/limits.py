@@ -33,9 +33,10 @@ class Caller:
 class TokenBucket:
     """An allowance per minute: at most a minute's worth is in it, and it refills steadily. Times are in seconds."""
 
-    def __init__(self, per_minute: float, now: float) -> None:
-        self.capacity = max(1.0, per_minute)
-        self._rate = per_minute / 60.0
+    def __init__(self, per_minute: float | None, now: float) -> None:
+        """per_minute: None for no bound."""
+        self.capacity = math.inf if per_minute is None else max(1.0, per_minute)
+        self._rate = 1.0 if per_minute is None else per_minute / 60.0  # any rate fills what has no bound
         self._level = self.capacity
         self._filled = now
 
@@ -58,8 +59,8 @@ class TokenBucket:
 class _Allowance:
     """What one caller may still use, and how many of its sequences are in flight."""
 
-    requests: TokenBucket | None
-    tokens: TokenBucket | None
+    requests: TokenBucket
+    tokens: TokenBucket
     in_flight: int = 0
 
 
@@ -113,9 +114,8 @@ class Limits:
         """
         now = self._clock()
         allowance = self._allowance(caller, now)
-        if allowance.requests is not None:
-            self._check_requests(allowance.requests, 1, now)
-            allowance.requests.take(1.0, now)
+        self._check_requests(allowance.requests, 1, now)
+        allowance.requests.take(1.0, now)
         self._check_sequences(allowance, 1, now)
 
     def admit(
@@ -143,21 +143,18 @@ class Limits:
         if sequences > most:
             message = f"{sequences} sequences are more than may run at once here, {most}: send them in several requests"
             raise ApiError(400, message, param="n", code="too_many_sequences")
-        if allowance.requests is not None and requests > allowance.requests.capacity:
+        if requests > allowance.requests.capacity:
             bound = f"this key may use {allowance.requests.capacity:g} a minute: send it in parts"
             raise ApiError(400, f"this counts as {requests} requests, and {bound}", code="too_many_requests")
         tokens = float(prompt_tokens + sequences * most_tokens)
-        reserved = 0.0 if allowance.tokens is None else min(tokens, allowance.tokens.capacity)
+        reserved = min(tokens, allowance.tokens.capacity)
         self._check_sequences(allowance, sequences, now)
-        if allowance.requests is not None:
-            self._check_requests(allowance.requests, requests - 1, now)
-        if allowance.tokens is not None and (wait := allowance.tokens.wait(reserved, now)) > 0:
+        self._check_requests(allowance.requests, requests - 1, now)
+        if (wait := allowance.tokens.wait(reserved, now)) > 0:
             bound = f"{self._settings.tokens_per_minute} tokens per minute (this request may take {reserved:.0f})"
             raise _over(bound, "tokens_per_minute", wait)
-        if allowance.requests is not None:
-            allowance.requests.take(requests - 1, now)
-        if allowance.tokens is not None:
-            allowance.tokens.take(reserved, now)
+        allowance.requests.take(requests - 1, now)
+        allowance.tokens.take(reserved, now)
         allowance.in_flight += sequences
         self._in_flight += sequences
         start = now if arrival is None else arrival
@@ -166,7 +163,9 @@ class Limits:
             arrival=start,
             deadline=start + self._settings.request_timeout,
             sequences=sequences,
-            tokens=_HeldTokens(allowance.tokens, self._clock, reserved),
+            tokens=allowance.tokens,
+            clock=self._clock,
+            held=reserved,
             prompt=prompt_tokens,
             max_output=sequences * most_tokens,
             free=lambda sequences: self._free(allowance, sequences),
@@ -175,14 +174,11 @@ class Limits:
     def _allowance(self, caller: Caller, now: float) -> _Allowance:
         found = self._allowances.get(caller.name)
         if found is None:
-            found = self._allowances[caller.name] = self._full_allowance(now)
+            bounds = (self._settings.requests_per_minute, self._settings.tokens_per_minute)
+            shares = (None if bound is None else bound / self._settings.api_workers for bound in bounds)
+            requests, tokens = (TokenBucket(share, now) for share in shares)
+            found = self._allowances[caller.name] = _Allowance(requests, tokens)
         return found
-
-    def _full_allowance(self, now: float) -> _Allowance:
-        def bucket(per_minute: int | None) -> TokenBucket | None:
-            return None if per_minute is None else TokenBucket(per_minute / self._settings.api_workers, now)
-
-        return _Allowance(bucket(self._settings.requests_per_minute), bucket(self._settings.tokens_per_minute))
 
     def _check_sequences(self, allowance: _Allowance, sequences: int, now: float) -> None:
         if self._most_of_caller is not None and allowance.in_flight + sequences > self._most_of_caller:
@@ -210,32 +206,13 @@ class Limits:
         return min(_LONGEST_DRAIN, (self.waiting + 1) * (now - self._releases[0]) / len(self._releases))
 
 
-@dataclass
-class _HeldTokens:
-    """What one request holds of its caller's tokens, if those are bounded."""
-
-    bucket: TokenBucket | None
-    clock: Callable[[], float]
-    held: float
-
-    def hold(self, tokens: float) -> None:
-        """Hold so many now, but no more than a full minute's worth."""
-        if self.bucket is not None:
-            self.spend(min(tokens, self.bucket.capacity))
-
-    def spend(self, tokens: float) -> None:
-        """It was so many in the end."""
-        if self.bucket is not None:
-            self.bucket.take(tokens - self.held, self.clock())
-            self.held = tokens
-
-
 @dataclass(eq=False)
 class AdmittedRequest:
     """A request that was let in. `close` it when it is over, however it ends.
 
     caller: whose it is. arrival, deadline: seconds of `time.monotonic()` between which it is to be answered.
-    sequences: those that have not ended, of which `free` gives room back. prompt: tokens, at first estimated.
+    sequences: those that have not ended, of which `free` gives room back. tokens: its caller's, of which it holds
+        `held`. prompt: tokens, at first estimated.
     max_output, output: tokens that it may generate, and those of the sequences that have ended.
     """
 
@@ -243,7 +220,9 @@ class AdmittedRequest:
     arrival: float
     deadline: float
     sequences: int
-    tokens: _HeldTokens
+    tokens: TokenBucket
+    clock: Callable[[], float]
+    held: float
     prompt: float
     max_output: float
     free: Callable[[int], None]
@@ -254,7 +233,7 @@ class AdmittedRequest:
         """One of its prompts has so many tokens. What all have takes the place of the estimate."""
         self.prompt = tokens if self.is_estimate else self.prompt + tokens
         self.is_estimate = False
-        self.tokens.hold(self.prompt + self.max_output)
+        self._hold(min(self.prompt + self.max_output, self.tokens.capacity))  # no more than a full minute's worth
 
     def release(self, sequences: int, output_tokens: int) -> None:
         """So many of its sequences have ended, after so many tokens in all; their room is free."""
@@ -265,11 +244,16 @@ class AdmittedRequest:
         self.output += output_tokens
         self.free(sequences)
         if self.sequences == 0:
-            self.tokens.spend(self.prompt + self.output)
+            self._hold(self.prompt + self.output)
 
     def close(self) -> None:
         """Release what it still has. A second call has no effect."""
         self.release(self.sequences, 0)
+
+    def _hold(self, tokens: float) -> None:
+        """It holds so many, more or fewer than until now."""
+        self.tokens.take(tokens - self.held, self.clock())
+        self.held = tokens
 
     def timed_out(self) -> ApiError:
         """What it is answered with once its deadline has passed."""

@@ -13,7 +13,6 @@ from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from strata.serve.http.errors import ApiError, count_rejection, internal_error
-from strata.serve.observe.logs import note_error
 
 DONE = b"data: [DONE]\n\n"
 
@@ -62,14 +61,13 @@ class EventStream(Response):
         try:
             async for event in self._events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
-        except ApiError as error:
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                _log.exception("a stream failed")
+                error = internal_error()
             count_rejection(scope, error)
-            await send({"type": "http.response.body", "body": _error_event(error), "more_body": True})
-        except Exception:
-            _log.exception("a stream failed")
-            fault = internal_error()
-            note_error(scope, fault.word)
-            await send({"type": "http.response.body", "body": _error_event(fault), "more_body": True})
+            event = b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
+            await send({"type": "http.response.body", "body": event, "more_body": True})
 
 
 def streams(chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
@@ -127,7 +125,3 @@ async def _until_client_leaves(receive: Receive, work: Coroutine[Any, Any, Resul
 async def _client_leaves(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _error_event(error: ApiError) -> bytes:
-    return b"data: " + msgspec.json.encode(error.body()) + b"\n\n"

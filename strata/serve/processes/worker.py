@@ -23,12 +23,10 @@ import msgspec
 import uvicorn
 
 from strata.engine.lifeline import end_with_parent
-from strata.serve.api.response_store import ResponseStore
 from strata.serve.client import EngineClient, EngineGone
 from strata.serve.engine_ends import EngineEnds
 from strata.serve.event_loop import new_event_loop
 from strata.serve.fair_queue import AT_ONCE
-from strata.serve.grammar import GrammarChecker
 from strata.serve.http.app import build_app, handlers
 from strata.serve.http.errors import ApiError, rejection_of
 from strata.serve.http.gate import Gate
@@ -40,8 +38,7 @@ from strata.serve.observe.logs import AccessLog, configure_logging, log_refusal
 from strata.serve.observe.metrics import Metrics
 from strata.serve.observe.tracing import RequestTracer, make_tracer
 from strata.serve.processes.drain import Drain
-from strata.serve.routing.drains import ReplicaDrains
-from strata.serve.routing.replicas import Replicas
+from strata.serve.routing.replicas import ReplicaDrains, Replicas
 from strata.serve.settings import ServeSettings
 from strata.serve.state import ServerState
 from strata.text.chat_template import AsyncTemplateRenderer
@@ -170,8 +167,6 @@ class ApiServer:
                 len(self._addresses),
                 self._handlers.names,
             ),
-            grammars=GrammarChecker(),
-            responses=ResponseStore(),
             renderers=renderers,
             engine_restarts=job.restart_engine,
         )
@@ -257,18 +252,14 @@ def main() -> None:
     end_with_parent()
     # Unbuffered: what comes behind the job is left for the event loop to find.
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as told:
-        _main(told)
-
-
-def _main(told: FileIO) -> None:
-    job = msgspec.json.decode(told.readline(), type=ApiJob)
-    configure_logging(job.settings.log_json)
-    try:
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(_serve(job, told))
-    except (ValueError, EngineGone) as error:
-        print(f"strata: error: {error}", file=sys.stderr)
-        sys.exit(1)
+        job = msgspec.json.decode(told.readline(), type=ApiJob)
+        configure_logging(job.settings.log_json)
+        try:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                runner.run(_serve(job, told))
+        except (ValueError, EngineGone) as error:
+            print(f"strata: error: {error}", file=sys.stderr)
+            sys.exit(1)
 
 
 async def _serve(job: ApiJob, told: FileIO) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.replies.reasoning import CLOSING, OPENING, ReasoningSplitter
@@ -16,21 +17,8 @@ from strata.serve.replies.reply_events import (
     merged,
 )
 from strata.serve.replies.tool_call_parser import ToolCallParser
-from strata.serve.replies.tool_formats import tool_format as named_format
+from strata.serve.replies.tool_formats import TOOL_FORMATS
 from strata.text.tokenizer import Tokenizer
-
-__all__ = [
-    "ContentDelta",
-    "ReasoningDelta",
-    "Reply",
-    "ReplyEvent",
-    "ReplyParser",
-    "ToolCall",
-    "ToolCallArguments",
-    "ToolCallStart",
-    "collect",
-    "with_visible_tags",
-]
 
 
 class ReplyParser:
@@ -40,14 +28,16 @@ class ReplyParser:
     reasoning: the reply may begin with <think>...</think>.
     in_reasoning: the prompt has opened that tag (`reasoning.opens_reasoning(prompt)`).
     parallel: may the reply hold several calls; if not, those after the first are left out.
+    splits: there may be more in it than content.
     """
 
     def __init__(
         self, tool_format: str | None, reasoning: bool, *, in_reasoning: bool = False, parallel: bool = True
     ) -> None:
         self._splitter = ReasoningSplitter(in_reasoning) if reasoning else None
-        self._tools = ToolCallParser(named_format(tool_format)) if tool_format else None
+        self._tools = ToolCallParser(TOOL_FORMATS[tool_format]) if tool_format else None
         self._parallel = parallel
+        self.splits = reasoning or tool_format is not None
 
     def append(self, text: str) -> list[ReplyEvent]:
         """What this piece of the reply brings; empty while it cannot be told yet."""
@@ -84,7 +74,7 @@ def with_visible_tags(
     """
     tags = [OPENING, CLOSING] if reasoning else []
     if tool_format is not None:
-        tags += [named_format(tool_format).opening, named_format(tool_format).closing]
+        tags += [TOOL_FORMATS[tool_format].opening, TOOL_FORMATS[tool_format].closing]
     hidden = any(tokenizer.id(tag) in tokenizer.special_ids for tag in tags)
     return replace(params, skip_special_tokens=False) if hidden else params
 
@@ -96,6 +86,11 @@ class ToolCall:
     id: str
     name: str
     arguments: str = ""
+
+    def as_sent(self) -> dict[str, Any]:
+        """As messages have it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass

@@ -58,13 +58,6 @@ TOOL_FORMATS = {
 }
 
 
-def tool_format(name: str) -> ToolFormat:
-    """The format of that name; ValueError if there is none."""
-    if name not in TOOL_FORMATS:
-        raise ValueError(f"no tool format is named {name!r}: choose one of {', '.join(sorted(TOOL_FORMATS))}")
-    return TOOL_FORMATS[name]
-
-
 def format_in_template(template: str) -> ToolFormatName | None:
     """The format in which a chat template has its model write calls; None if that cannot be told."""
     return next((one.name for one in TOOL_FORMATS.values() if one.sign.search(template)), None)

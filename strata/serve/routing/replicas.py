@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import mmap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 
@@ -13,7 +17,6 @@ from strata.engine.routing.router import NoReplica, Route, Router, Standing
 from strata.engine.watch.request_ledger import RequestLedger
 from strata.serve.client import EngineClient, EngineGone
 from strata.serve.engine_ends import EngineEnds
-from strata.serve.routing.drains import ReplicaDrains
 
 # After this an engine has told of all that it was sent before it was drained: it tells twice a second.
 _SETTLED_SECONDS = 1.0
@@ -58,14 +61,6 @@ class ReplicaStream:
                 self._begun = True
                 self._replicas.router.begun(self._route)
             return deltas
-
-    def delivered(self, ended: float) -> None:
-        """As of `Stream`."""
-        self.client.delivered(self.id, ended)
-
-    async def ledgers(self) -> list[RequestLedger]:
-        """As of `Stream`."""
-        return await self.client.ledgers(self.id)
 
     def expire(self) -> None:
         """As of `Stream`."""
@@ -284,3 +279,50 @@ async def _ledgers_of(client: EngineClient, name: str) -> list[RequestLedger] | 
         return await client.ledgers(name)
     except EngineGone:
         return None
+
+
+class LastReplica(ValueError):
+    """A replica that may not be drained, since nobody would take requests then; the message says so in one line."""
+
+
+class ReplicaDrains:
+    """A byte for each replica, in a file that the API processes of a server map into their memory: looking costs no
+    system call, and a process that is started again finds what was asked of the others."""
+
+    def __init__(self, replicas: int, folder: Path | None = None) -> None:
+        """folder: private to the server; None where one process is all there is."""
+        self._file = None if folder is None else (folder / "drains").open("a+b")
+        if self._file is not None:
+            self._file.truncate(replicas)
+        self._flags = mmap.mmap(-1 if self._file is None else self._file.fileno(), replicas)
+
+    def drains(self, replica: int) -> bool:
+        """Whether it is to take no new requests."""
+        return bool(self._flags[replica])
+
+    def drain(self, replica: int, others: Iterable[int]) -> None:
+        """Let a replica take no new requests. others: replicas that live.
+
+        Raises LastReplica unless one of those goes on to take requests.
+        """
+        with self._alone():
+            if all(self.drains(other) for other in others):
+                raise LastReplica(f"replica {replica} is the last that takes requests: resume another one first")
+            self._flags[replica] = 1
+
+    def resume(self, replica: int) -> None:
+        """Let it take requests again."""
+        with self._alone():
+            self._flags[replica] = 0
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Two processes that drain the last two replicas would each see the other one serve."""
+        if self._file is None:
+            yield
+            return
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)

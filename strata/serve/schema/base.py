@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fastapi import Response
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, WrapValidator, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic.types import Discriminator
@@ -63,11 +62,6 @@ class ReplyModel(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
-def json_response(reply: ReplyModel) -> Response:
-    """The answer without the fields that were not set."""
-    return Response(reply.model_dump_json(exclude_unset=True), media_type="application/json")
-
-
 class Unsupported:
     """Marks a field of OpenAI's API that is not supported: only null and the values `accepted` pass.
 
@@ -93,6 +87,15 @@ class Unsupported:
 def discriminated_by(kind_of: Callable[[Any], str | None], fault: str, message: str) -> Discriminator:
     """For a union whose kinds have tags. kind_of: the tag of a value. fault, message: for a value that is of none."""
     return Discriminator(kind_of, custom_error_type=fault, custom_error_message=message)
+
+
+def text_or(other: str, fault: str, message: str) -> Discriminator:
+    """For a union of a string, whose tag is "text", and a list."""
+
+    def kind_of(value: Any) -> str | None:
+        return "text" if isinstance(value, str) else other if isinstance(value, list) else None
+
+    return discriminated_by(kind_of, fault, message)
 
 
 def described_as(kinds: str) -> WrapValidator:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from strata.serve.schema.base import ReplyModel
-from strata.serve.schema.ledger import RequestLedgerReply
-from strata.serve.schema.reply import Usage
+from strata.serve.schema.reply import AnswerModel, Usage
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -48,27 +47,28 @@ class AssistantReply(ReplyModel):
     tool_calls: list[ToolCallReply] | None = None
 
 
-class ChatChoice(ReplyModel):
+class ChoiceModel(ReplyModel):
     index: int
-    message: AssistantReply
     logprobs: ChoiceLogprobs | None
-    finish_reason: FinishReason
     stop_reason: int | str | None = None
     """The stop string or stop token that ended it; null for the model's own end of sequence."""
     token_ids: list[int] | None = None
 
 
-class ChatCompletion(ReplyModel):
-    id: str
+class ChatChoice(ChoiceModel):
+    message: AssistantReply
+    finish_reason: FinishReason
+
+
+class ChatAnswerModel(AnswerModel):
+    service_tier: Literal["default"]
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatCompletion(ChatAnswerModel):
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
-    service_tier: Literal["default"]
-    system_fingerprint: str
-    prompt_token_ids: list[int] | None = None
-    ledger: RequestLedgerReply | None = None
 
 
 class FunctionCallDelta(ReplyModel):
@@ -91,26 +91,15 @@ class AssistantDelta(ReplyModel):
     tool_calls: list[ToolCallDelta] | None = None
 
 
-class ChatChunkChoice(ReplyModel):
-    index: int
+class ChatChunkChoice(ChoiceModel):
     delta: AssistantDelta
-    logprobs: ChoiceLogprobs | None
     finish_reason: FinishReason | None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
 
 
-class ChatChunk(ReplyModel):
+class ChatChunk(ChatAnswerModel):
     """`usage` is there with stream_options.include_usage only: null but in the last chunk, which has no choices and,
     if that was asked for, the ledger."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
-    service_tier: Literal["default"]
-    system_fingerprint: str
     usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None
-    ledger: RequestLedgerReply | None = None

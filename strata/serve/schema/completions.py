@@ -9,8 +9,7 @@ from pydantic import Field
 from strata.engine.sampling_params import RANGES
 from strata.serve.http.errors import ApiError
 from strata.serve.schema.base import ReplyModel, Unsupported, described_as
-from strata.serve.schema.ledger import RequestLedgerReply
-from strata.serve.schema.reply import Usage
+from strata.serve.schema.reply import AnswerModel, Usage
 from strata.serve.schema.sampling import Ids, SamplingFields, TopLogprobs
 from strata.serve.schema.structured import FormatFields
 
@@ -82,17 +81,12 @@ class CompletionChoice(ReplyModel):
     prompt_token_ids: list[int] | None = None
 
 
-class Completion(ReplyModel):
+class Completion(AnswerModel):
     """A whole answer, or a chunk of a stream.
 
     In a stream `usage` is there with stream_options.include_usage only: null but in the last chunk, without choices.
     """
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    system_fingerprint: str
     usage: Usage | None = None
-    ledger: RequestLedgerReply | None = None

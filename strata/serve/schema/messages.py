@@ -1,4 +1,4 @@
-"""The messages of a chat, as clients send them; fields not named here are ignored."""
+"""The messages of a chat, as clients send them, of which fields not named here are ignored; how they are rendered."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Tag
 
-from strata.serve.schema.base import HistoryModel, Unsupported, discriminated_by
+from strata.serve.http.errors import ApiError
+from strata.serve.schema.base import HistoryModel, RequestModel, Unsupported, text_or
+from strata.text.chat_template import NO_VARIABLES, ChatOptions
 
 _TEXT_ONLY = "this server reads text only"
 
@@ -22,13 +24,7 @@ class RefusalPart(HistoryModel):
     refusal: str
 
 
-def _kind_of_content(value: Any) -> str | None:
-    return "text" if isinstance(value, str) else "parts" if isinstance(value, list) else None
-
-
-_BY_CONTENT = discriminated_by(
-    _kind_of_content, "content", 'Input should be a string or a list of {"type": "text", "text": ...}'
-)
+_BY_CONTENT = text_or("parts", "content", 'Input should be a string or a list of {"type": "text", "text": ...}')
 Content = Annotated[Annotated[str, Tag("text")] | Annotated[list[TextPart], Tag("parts")], _BY_CONTENT]
 AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 AssistantContent = Annotated[Annotated[str, Tag("text")] | Annotated[list[AssistantPart], Tag("parts")], _BY_CONTENT]
@@ -95,3 +91,44 @@ Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage
 def as_sent(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages with the fields that are known here and have a value, for `strata.text.messages`."""
     return [message.model_dump(exclude_none=True) for message in messages]
+
+
+class TemplateFields(RequestModel):
+    add_generation_prompt: bool | None = None
+    """Open the assistant's answer after the messages; the default. (This and what follows are vLLM's extensions.)"""
+    continue_final_message: bool | None = None
+    """Leave the last message open instead, to be written on."""
+    chat_template_kwargs: (
+        Annotated[dict[str, Any], Field(json_schema_extra={"propertyNames": {"not": {"enum": list(NO_VARIABLES)}}})]
+        | None
+    ) = None
+    """Variables for the chat template, such as `enable_thinking`; one that the template does not read has no effect."""
+    parse_special_tokens: bool | None = None
+    """Special tokens that messages spell become those tokens; by default they are text. (An extension of our own.)"""
+
+    def check_template(self) -> None:
+        """Raises ApiError (400) for fields that do not go together."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ApiError(
+                400,
+                "continue_final_message leaves the last message open: leave out add_generation_prompt",
+                param="add_generation_prompt",
+            )
+        for name in self.chat_template_kwargs or ():
+            if name in NO_VARIABLES:
+                where = f"chat_template_kwargs.{name}"
+                raise ApiError(400, f"{where}: this is no variable that a request can set there", param=where)
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        return self.chat_template_kwargs or {}
+
+    def rendering(self, tools: Sequence[dict[str, Any]] | None) -> ChatOptions:
+        """What the chat template is told besides the messages."""
+        return {
+            "add_generation_prompt": not self.continue_final_message and self.add_generation_prompt is not False,
+            "continue_final_message": bool(self.continue_final_message),
+            "tools": tools,
+            "variables": self.template_variables,
+            "parse_special_tokens": bool(self.parse_special_tokens),
+        }

@@ -1,41 +1,11 @@
-"""What the answers of chat completions and completions share: who answers, and how many tokens it took."""
+"""What the answers of chat completions and completions have in common; where the time of a request went."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
-from uuid import uuid4
+from typing import Literal
 
-import strata
-from strata.serve.generation import Generation
+from strata.engine.watch.request_ledger import Part
 from strata.serve.schema.base import ReplyModel
-
-# The same request with the same seed gives the same answer as long as this stays the same.
-FINGERPRINT = f"strata-{strata.__version__}"
-
-
-@dataclass(frozen=True)
-class ReplyHead:
-    """What every object and every chunk of one answer begins with. created: Unix time, in seconds."""
-
-    id: str
-    created: int
-    model: str
-
-    @classmethod
-    def new(cls, prefix: str, model: str) -> ReplyHead:
-        return cls(f"{prefix}-{uuid4().hex}", int(time.time()), model)
-
-    def fields(self, object: str) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": object,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": FINGERPRINT,
-        }
 
 
 class PromptTokensDetails(ReplyModel):
@@ -52,13 +22,48 @@ class Usage(ReplyModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-def usage_of(generations: Iterable[Generation], output: bool = True) -> Usage:
-    """What these have taken so far. output: False leaves out what they have generated."""
-    counts = [(one.prompt_tokens, one.completion_tokens if output else 0, one.cached_tokens) for one in generations]
-    prompt, completion, cached = (sum(column) for column in zip(*counts, strict=True))
-    return Usage(
-        prompt_tokens=prompt,
-        completion_tokens=completion,
-        total_tokens=prompt + completion,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
-    )
+class GenerationLedger(ReplyModel):
+    """One prompt's; of several samples the one that ended last."""
+
+    seconds: float
+    """From the arrival of the request until this ended, or until now."""
+    parts: dict[Part, float]
+    """Adds up to `seconds`; what took none is left out. The parts are in docs/observe.md."""
+    time_to_first_token: float | None
+    """Until the engine knew it; null while there is none."""
+    first_token_parts: dict[Part, float]
+    finish_reason: str | None
+    """Null while it runs."""
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    prompt_steps: int
+    """Steps with a part of the prompt."""
+    decode_steps: int
+    """Steps with a token of it."""
+    sequences_beside: float
+    """In its decode steps, on average, itself included."""
+    preemptions: int
+    floor: float | None
+    """The least seconds that its steps could take on this device; null where its peaks are not known."""
+
+
+class RequestLedgerReply(ReplyModel):
+    """One request, of several prompts each."""
+
+    object: Literal["request.ledger"]
+    id: str
+    model: str
+    device: str
+    """That the engine runs on, as its driver names it; "cpu"."""
+    generations: list[GenerationLedger]
+
+
+class AnswerModel(ReplyModel):
+    """An answer, or a chunk of one that is streamed. created: Unix time, in seconds."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    ledger: RequestLedgerReply | None = None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, Tag
 
 from strata.serve.http.errors import ApiError
-from strata.serve.schema.base import HistoryModel, RequestModel, Unsupported, described_as, discriminated_by
-from strata.serve.schema.chat import Function, FunctionName, ReasoningEffort, Verbosity
-from strata.serve.schema.sampling import Count, GenerationFields, SamplingFields, TopLogprobs
+from strata.serve.schema.base import HistoryModel, RequestModel, Unsupported, described_as, discriminated_by, text_or
+from strata.serve.schema.chat import MAX_TOOLS, DialogueFields, Function, FunctionName, ReasoningEffort, Verbosity
+from strata.serve.schema.messages import RefusalPart
+from strata.serve.schema.sampling import Count
+from strata.serve.schema.structured import JsonObjectFormat, NamedSchema, TextFormat
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -26,13 +29,8 @@ class ResponsesTextPart(HistoryModel):
     text: str
 
 
-class ResponsesRefusalPart(HistoryModel):
-    type: Literal["refusal"]
-    refusal: str
-
-
 Content = Annotated[
-    str | list[ResponsesTextPart | ResponsesRefusalPart],
+    str | list[ResponsesTextPart | RefusalPart],
     described_as('a string or a list of {"type": "input_text" or "output_text", "text": ...}'),
 ]
 
@@ -88,10 +86,6 @@ Item = Annotated[
 Items = Annotated[list[Item], Field(min_length=1)]
 
 
-def _kind_of_input(value: Any) -> str | None:
-    return "text" if isinstance(value, str) else "items" if isinstance(value, list) else None
-
-
 class _FunctionKind(RequestModel):
     type: Literal["function"]
 
@@ -111,25 +105,13 @@ ToolChoice = Annotated[
 ]
 
 
-class TextFormat(RequestModel):
-    type: Literal["text"]
-
-
-class JsonObjectFormat(RequestModel):
-    type: Literal["json_object"]
-
-
-class JsonSchemaFormat(RequestModel):
+class ResponsesSchemaFormat(NamedSchema):
     type: Literal["json_schema"]
     name: Annotated[str, StringConstraints(min_length=1, max_length=64)]
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    description: str | None = None
-    strict: bool | None = None
-    """Has no effect: the schema is always followed."""
 
 
 class TextConfig(RequestModel):
-    format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
+    format: Annotated[TextFormat | JsonObjectFormat | ResponsesSchemaFormat, Field(discriminator="type")] | None = None
     """What the answer must be: text, a JSON object, or JSON that follows a schema."""
     verbosity: Verbosity | None = None
     """Has no effect: models here take no such setting; say it in the instructions."""
@@ -146,10 +128,10 @@ class ResponsesStreamOptions(RequestModel):
     include_obfuscation: Annotated[Any, Unsupported("events are not padded", False)] = None
 
 
-class ResponsesRequest(GenerationFields):
+class ResponsesRequest(DialogueFields):
     input: Annotated[
         Annotated[str, Tag("text")] | Annotated[Items, Tag("items")],
-        discriminated_by(_kind_of_input, "input", "Input should be a string or a list of items"),
+        text_or("items", "input", "Input should be a string or a list of items"),
     ]
     """What the user says, or items: messages, calls, their outputs, reasoning."""
     instructions: str | None = None
@@ -162,37 +144,35 @@ class ResponsesRequest(GenerationFields):
     """The most tokens to generate; absent, as many as the model has room for."""
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     """Functions that the model may call."""
     tool_choice: ToolChoice | None = None
     """May it call them (auto, the default), must it (required, or a named one), or not (none)."""
-    parallel_tool_calls: bool | None = None
-    """May one answer hold several calls; the default."""
     truncation: Literal["auto", "disabled"] | None = None
     """auto drops the oldest messages of a conversation that does not fit the model; disabled, the default, refuses."""
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     """To report besides: the log-probability of each token of messages. Reasoning is sent in any case, readable."""
-    top_logprobs: TopLogprobs | None = None
-    """Tell those of so many of the likeliest tokens too; needs include."""
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     """Kept with the response."""
     stream_options: ResponsesStreamOptions | None = None
     """Only with stream."""
 
-    safety_identifier: str | None = None
-    """Has no effect, nor have the next two: a key says who sends a request, and prefixes are cached by themselves."""
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     background: Annotated[Any, Unsupported("ask without it, or with stream", False)] = None
     conversation: Annotated[Any, Unsupported(_NOT_STORED)] = None
     prompt: Annotated[Any, Unsupported("prompts are not stored here; send the text")] = None
-    service_tier: Annotated[Any, Unsupported("there is one tier here", "auto", "default")] = None
     max_tool_calls: Annotated[Any, Unsupported("it bounds built-in tools, and there are none here")] = None
     context_management: Annotated[Any, Unsupported("use truncation")] = None
-    moderation: Annotated[Any, Unsupported("this server does not moderate")] = None
     access_programs: Annotated[Any, Unsupported("there are none here")] = None
     image: Annotated[Any, Unsupported(_TEXT_ONLY)] = None
-    prompt_cache_options: Annotated[Any, Unsupported("prefixes are cached by themselves")] = None
+
+    @property
+    def offered(self) -> Sequence[Function]:
+        """Its tools."""
+        return self.tools or ()
+
+    @property
+    def requested_max_tokens(self) -> int | None:
+        return self.max_output_tokens
 
     @property
     def reported_logprobs(self) -> int | None:
@@ -203,11 +183,6 @@ class ResponsesRequest(GenerationFields):
     def template_variables(self) -> dict[str, Any]:
         effort = None if self.reasoning is None else self.reasoning.effort
         return {} if effort is None else {"reasoning_effort": effort}
-
-    @property
-    def sampling(self) -> SamplingFields:
-        """The fields that are the same in all requests."""
-        return SamplingFields(**{name: getattr(self, name) for name in GenerationFields.model_fields})
 
     def check(self) -> None:
         """Raises ApiError (400) for fields that do not go together."""

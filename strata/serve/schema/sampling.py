@@ -81,8 +81,6 @@ class GenerationFields(RequestModel):
 class SamplingFields(GenerationFields):
     n: Annotated[int, ranged("n")] | None = None
     """Samples drawn from the same prompt."""
-    max_tokens: Count | None = None
-    """The most tokens to generate in each sample."""
     frequency_penalty: Annotated[float, ranged("frequency_penalty")] | None = None
     """Subtracted from the logit of a token for each time that it is in the output."""
     presence_penalty: Annotated[float, ranged("presence_penalty")] | None = None
@@ -110,10 +108,6 @@ class SamplingFields(GenerationFields):
     """Add where the request's time went, as GET /requests/{id} tells it, to the answer. (Strata's extension.)"""
 
     @property
-    def samples(self) -> int:
-        return self.n or 1
-
-    @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -127,16 +121,16 @@ class SamplingFields(GenerationFields):
             raise ApiError(400, "stream_options is only for requests with stream: true", param="stream_options")
 
 
-# Named here as in SamplingParams.
+# Named here as in SamplingParams; some requests do not have all of them.
 _PASSED_ON = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "min_tokens", "ignore_eos", "bad_words",
-    "skip_special_tokens",
+    "skip_special_tokens", "logit_bias",
 )  # fmt: skip
 
 
 def sampling_params(
-    asked: SamplingFields,
+    asked: GenerationFields,
     ready: Ready,
     *,
     max_tokens: int | None,
@@ -144,12 +138,13 @@ def sampling_params(
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """The fields of a request over the defaults of the model. Raises ApiError (400) if they do not go together."""
-    given: dict[str, Any] = {name: value for name in _PASSED_ON if (value := getattr(asked, name)) is not None}
-    if asked.logit_bias:
-        given["logit_bias"] = {int(id): bias for id, bias in asked.logit_bias.items()}
-        check_ids(given["logit_bias"], ready.vocab_size, "logit_bias")
-    check_ids(asked.stop_token_ids or (), ready.vocab_size, "stop_token_ids")
-    given.update(n=asked.samples, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    given: dict[str, Any] = {name: value for name in _PASSED_ON if (value := getattr(asked, name, None)) is not None}
+    if "logit_bias" in given:
+        given["logit_bias"] = {int(id): bias for id, bias in given["logit_bias"].items()}
+    for name in ("logit_bias", "stop_token_ids"):
+        check_ids(given.get(name, ()), ready.vocab_size, name)
+    given.setdefault("n", 1)
+    given.update(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
     try:
         return ready.default_params.over(**given)
     except ValueError as error:  # each field is in its range, so it is the one that depends on another

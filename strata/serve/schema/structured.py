@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, WithJsonSchema
+from pydantic import Field, StringConstraints
 
 from strata.engine.grammars.structured_outputs import StructuredOutputsParams
 from strata.serve.http.errors import ApiError
@@ -14,39 +14,29 @@ MAX_CHOICES = 1024
 
 _ONE_SPACING = "JSON has one spacing here, that of Python's json.dumps"
 
-_NAMED_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string"},
-        "description": {"type": ["string", "null"]},
-        "schema": {"type": "object"},
-        "strict": {"type": ["boolean", "null"]},
-    },
-    "required": ["name", "schema"],
-    "additionalProperties": False,
-}
-ResponseFormat = Annotated[
-    dict[str, Any],
-    WithJsonSchema(
-        {
-            "oneOf": [
-                {
-                    "type": "object",
-                    "properties": {"type": {"enum": ["text", "json_object"]}},
-                    "required": ["type"],
-                    "additionalProperties": False,
-                },
-                {
-                    "type": "object",
-                    "properties": {"type": {"const": "json_schema"}, "json_schema": _NAMED_SCHEMA},
-                    "required": ["type", "json_schema"],
-                    "additionalProperties": False,
-                },
-            ]
-        }
-    ),
-]
 
+class TextFormat(RequestModel):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(RequestModel):
+    type: Literal["json_object"]
+
+
+class NamedSchema(RequestModel):
+    name: str
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+    """Has no effect: the schema is always followed."""
+
+
+class JsonSchemaFormat(RequestModel):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 Schema = Annotated[dict[str, Any] | str, described_as("a JSON schema, as an object or as text")]
 Choices = Annotated[list[Annotated[str, StringConstraints(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
 

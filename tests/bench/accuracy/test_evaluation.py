@@ -149,9 +149,9 @@ class Words:
         return [1, *map(int, text.split())]
 
     def encode_chat(
-        self, messages: list[Mapping[str, str]], opened: bool, continued: bool, tools: list[int] | None, variables: Any
+        self, messages: list[Mapping[str, str]], add_generation_prompt: bool, tools: list[int] | None, variables: Any
     ) -> list[int]:
-        assert (opened, continued, variables) == (False, False, None)
+        assert (add_generation_prompt, variables) == (False, None)
         return [9, *(tools or ()), *(int(one["content"]) for one in messages)]
 
 

@@ -342,9 +342,8 @@ def test_a_fault_half_way_is_told_in_the_stream(
 @pytest.mark.parametrize(("fault", "status"), [(EngineGone("it was killed"), 503), (RuntimeError("secret"), 500)])
 def test_a_fault_before_the_first_token_has_a_status(serve_script: Serve, fault: Exception, status: int) -> None:
     with serve_script([fault]) as server:
-        response = server.client.post("/v1/completions", json={"prompt": "Hi", "stream": True})
-        assert response.status_code == status
-        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        told = server.post("/v1/completions", status, prompt="Hi", stream=True)
+        assert set(told["error"]) == {"message", "type", "param", "code"}
         assert server.state.limits.in_flight == 0
 
 
@@ -360,9 +359,8 @@ def test_the_deadline_ends_a_stream_with_an_error(serve_script: Serve, words: li
 def test_the_deadline_before_the_first_token_is_a_408(serve_script: Serve) -> None:
     with serve_script([], hangs=True, settings={"request_timeout": 0.1}) as server:
         for stream in (False, True):
-            response = server.client.post("/v1/completions", json={"prompt": "Hi", "stream": stream})
-            assert response.status_code == 408
-            assert response.json()["error"]["type"] == "timeout_error"
+            told = server.post("/v1/completions", 408, prompt="Hi", stream=stream)
+            assert told["error"]["type"] == "timeout_error"
 
 
 def test_several_prompts_share_one_stream(serve_script: Serve, words: list[int]) -> None:

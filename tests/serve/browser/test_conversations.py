@@ -15,6 +15,7 @@ from tests.serve.browser.server import talkative_server
 from tests.serve.browser.test_chat_page import LAST, ask, content, finished, kept, listed
 from tests.serve.browser.webdriver import Browser
 
+PREFIX = "strata.conversation."
 ID = "0123456789abcdef01234567"
 CONVERSATION = {
     "id": ID,
@@ -72,6 +73,31 @@ def edit(browser: Browser, message: int, text: str) -> None:
     browser.clear(".editor textarea")
     browser.write(".editor textarea", text + "\n")
     browser.wait(lambda: finished(browser), "the reply")
+
+
+def draft(browser: Browser) -> str:
+    text: str = browser.run("return document.querySelector('#prompt').value")
+    return text
+
+
+def other_tab(browser: Browser, conversation: Any) -> None:
+    """Another tab keeps a conversation."""
+    browser.run(
+        "localStorage.setItem(arguments[0], arguments[1]);"
+        "window.dispatchEvent(new StorageEvent('storage', { key: arguments[0] }))",
+        PREFIX + conversation["id"],
+        json.dumps(conversation),
+    )
+
+
+def changed(path: str, value: Any) -> Any:
+    conversation: Any = copy.deepcopy(CONVERSATION)
+    place = conversation
+    *way, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    for part in way:
+        place = place[part]
+    place[last] = value
+    return conversation
 
 
 def test_an_edited_message_is_answered_and_the_old_one_stays(browser: Browser) -> None:
@@ -170,29 +196,25 @@ def test_each_conversation_has_an_address(browser: Browser, server: Server) -> N
 
 
 def test_drafts_stay_with_their_conversations(browser: Browser, server: Server) -> None:
-    def draft() -> str:
-        text: str = browser.run("return document.querySelector('#prompt').value")
-        return text
-
     exchange(browser, "one")
     browser.write("#prompt", "for the first")
     browser.click("#new")
-    assert draft() == ""
+    assert draft(browser) == ""
     browser.write("#prompt", "for a new one")
     browser.reload()
-    assert draft() == "for a new one"
+    assert draft(browser) == "for a new one"
     assert browser.run("return document.querySelector('#send').disabled") is False
     browser.click(".conversation .open")
-    assert draft() == "for the first"
+    assert draft(browser) == "for the first"
     browser.click("#new")
-    assert draft() == "for a new one"
+    assert draft(browser) == "for a new one"
     browser.press("Enter")
     browser.wait(lambda: finished(browser), "the reply")
-    assert draft() == ""
+    assert draft(browser) == ""
     browser.reload()
-    assert draft() == ""
+    assert draft(browser) == ""
     browser.click("#new")
-    assert draft() == ""
+    assert draft(browser) == ""
 
 
 def test_a_value_out_of_bounds_is_brought_back_with_a_word(browser: Browser) -> None:
@@ -305,13 +327,9 @@ def test_nothing_of_a_file_is_executed(browser: Browser, tmp_path: Path) -> None
     ],
 )
 def test_a_file_that_is_not_right_is_refused_whole(browser: Browser, tmp_path: Path, path: str, value: Any) -> None:
-    conversation: Any = copy.deepcopy(CONVERSATION)
-    *way, last = [int(part) if part.isdigit() else part for part in path.split(".")]
-    place = conversation
-    for part in way:
-        place = place[part]
-    place[last] = value
-    assert choose(browser, written(tmp_path / "f", conversation)).startswith("Nothing was imported: conversations[0]")
+    assert choose(browser, written(tmp_path / "f", changed(path, value))).startswith(
+        "Nothing was imported: conversations[0]"
+    )
     assert kept(browser) == []
 
 
@@ -330,13 +348,7 @@ def test_another_file_is_refused(browser: Browser, tmp_path: Path, text: str, to
 
 def test_another_tab_writes_another_conversation(browser: Browser) -> None:
     said = exchange(browser, "a")
-    other = CONVERSATION | {"updated": 1e15}
-    browser.run(
-        "const name = `strata.conversation.${arguments[0].id}`;"
-        "localStorage.setItem(name, JSON.stringify(arguments[0]));"
-        "window.dispatchEvent(new StorageEvent('storage', { key: name }))",
-        other,
-    )
+    other_tab(browser, CONVERSATION | {"updated": 1e15})
     assert listed(browser) == ["kept", "a"]
     assert seen(browser) == ["a", said]
     exchange(browser, "b")
@@ -350,14 +362,7 @@ def test_a_reply_that_another_tab_writes_is_none_that_was_cut(browser: Browser, 
     def other_tab_writes(**state: bool) -> str:
         """Put the reply into the storage as another tab does; what this one then says of it."""
         reply = {"role": "assistant", "content": "from afar", "stats": {}, **state}
-        value = json.dumps(conversation | {"messages": [conversation["messages"][0], reply]})
-        name = f"strata.conversation.{conversation['id']}"
-        browser.run(
-            "localStorage.setItem(arguments[0], arguments[1]);"
-            "window.dispatchEvent(new StorageEvent('storage', { key: arguments[0] }))",
-            name,
-            value,
-        )
+        other_tab(browser, conversation | {"messages": [conversation["messages"][0], reply]})
         assert content(browser) == "from afar"
         return browser.text(f"{LAST} .stats")
 

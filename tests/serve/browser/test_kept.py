@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +12,22 @@ import pytest
 from tests.serve.browser.conftest import REPLY, Server
 from tests.serve.browser.server import talkative_server
 from tests.serve.browser.test_chat_page import LAST, ask, content, finished, kept, listed, notice
-from tests.serve.browser.test_conversations import CONVERSATION, ID, choose, edit, exchange, exported, press, seen
+from tests.serve.browser.test_conversations import (
+    CONVERSATION,
+    ID,
+    PREFIX,
+    changed,
+    choose,
+    draft,
+    edit,
+    exchange,
+    exported,
+    other_tab,
+    press,
+    seen,
+    written,
+)
 from tests.serve.browser.webdriver import Browser
-
-PREFIX = "strata.conversation."
 
 
 @pytest.fixture(scope="module")
@@ -32,35 +43,10 @@ def visit(browser: Browser, server: Server) -> None:
     browser.open(server.url)
 
 
-def draft(browser: Browser) -> str:
-    text: str = browser.run("return document.querySelector('#prompt').value")
-    return text
-
-
 def said(conversation: Any) -> list[str]:
     """The questions, and that they were answered."""
     texts = [(message["role"], message["content"]) for message in conversation["messages"]]
     return [text if role == "user" else "a reply" for role, text in texts if text.strip()]
-
-
-def other_tab(browser: Browser, conversation: Any) -> None:
-    """Another tab keeps a conversation."""
-    browser.run(
-        "localStorage.setItem(arguments[0], arguments[1]);"
-        "window.dispatchEvent(new StorageEvent('storage', { key: arguments[0] }))",
-        PREFIX + conversation["id"],
-        json.dumps(conversation),
-    )
-
-
-def changed(path: str, value: Any) -> Any:
-    conversation: Any = copy.deepcopy(CONVERSATION)
-    place = conversation
-    *way, last = [int(part) if part.isdigit() else part for part in path.split(".")]
-    for part in way:
-        place = place[part]
-    place[last] = value
-    return conversation
 
 
 @pytest.mark.parametrize(
@@ -251,9 +237,7 @@ def test_whatever_way_a_conversation_takes_no_answer_is_lost_and_a_file_can_hold
 
 def test_an_id_that_a_file_has_twice(browser: Browser, tmp_path: Path) -> None:
     other = changed("title", "other")
-    file = tmp_path / "f"
-    conversations = [CONVERSATION, other, CONVERSATION]
-    file.write_text(json.dumps({"format": "strata-conversations", "version": 1, "conversations": conversations}))
+    file = written(tmp_path / "f", CONVERSATION, conversations=[CONVERSATION, other, CONVERSATION])
     assert choose(browser, file) == "2 conversations imported, 1 here already."
     assert sorted(one["title"] for one in kept(browser)) == ["kept", "other"]
 
@@ -272,10 +256,7 @@ def test_what_is_here_is_known_again_whatever_became_of_it(browser: Browser, tmp
 
 
 def test_a_reply_that_a_file_says_is_being_written_is_cut(browser: Browser, tmp_path: Path) -> None:
-    file = tmp_path / "f"
-    conversation = changed("messages.1.fork.tails.0.0.unfinished", True)
-    file.write_text(json.dumps({"format": "strata-conversations", "version": 1, "conversations": [conversation]}))
-    choose(browser, file)
+    choose(browser, written(tmp_path / "f", changed("messages.1.fork.tails.0.0.unfinished", True)))
     browser.click(".conversation .open")
     press(browser, 1, "The version before")
     ask(browser, "more", 5)

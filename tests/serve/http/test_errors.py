@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -17,6 +18,13 @@ from tests.serve.scripted import NAME, Scripted, delta, scripted_server
 USER = {"role": "user", "content": "Hi"}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+ADD = {
+    "type": "function",
+    "name": "add",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+}
+CHOICES = ("/v1/chat/completions", "/v1/completions")
+BODIES = {CHOICES[0]: {"messages": [USER]}, CHOICES[1]: {"prompt": "Hi"}, "/v1/responses": {"input": "Hi"}}
 HUGE = 10**400
 # Those of Python, pydantic, msgspec and regular expressions; a client knows JSON.
 FOREIGN_WORDS = re.compile(
@@ -31,7 +39,7 @@ def server(tokenizer: Tokenizer) -> Iterator[Scripted]:
         yield server
 
 
-def error_of(response: Any, status: int) -> dict[str, Any]:
+def error_of(response: Any, status: int, foreign: re.Pattern[str] = FOREIGN_WORDS) -> dict[str, Any]:
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     assert set(response.json()) == {"error"}
@@ -39,7 +47,7 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
     assert "\n" not in error["message"]
-    assert not FOREIGN_WORDS.search(error["message"]), error["message"]
+    assert not foreign.search(error["message"]), error["message"]
     assert error["code"] is None or isinstance(error["code"], str)
     return error
 
@@ -144,11 +152,14 @@ CHAT += [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "id": 5}]}]}, "messages[0].tool_calls[0].id"),
     ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0].function_call"),
+    ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio"),
+    ({"tools": [{"type": "function", "cache_control": {}, "function": {"name": "f"}}]}, "tools[0].cache_control"),
     ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "x" * 65}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [TOOL]}, "tools"),  # this server has no format for tool calls
     ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
@@ -178,27 +189,100 @@ COMPLETIONS += [
 ]
 
 
+RESPONSES: list[Case] = [
+    ({"input": None}, "input"),
+    ({"input": []}, "input"),
+    ({"input": 5}, "input"),
+    ({"input": [{"type": "web_search_call"}]}, "input[0]"),
+    ({"input": [{"type": ["message"]}]}, "input[0]"),
+    ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+    ({"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]}, "input[0].call_id"),
+    ({"unknown": 1}, "unknown"),
+    ({"reasoning": {"effort": "a lot"}}, "reasoning.effort"),
+    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+    ({"text": {"verbosity": "none"}}, "text.verbosity"),
+    ({"background": True}, "background"),
+    ({"conversation": "c"}, "conversation"),
+    ({"include": ["file_search_call.results"]}, "include[0]"),
+    ({"include": ["reasoning.encrypted_content"], "top_logprobs": 3}, "top_logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"truncation": "middle"}, "truncation"),
+    ({"metadata": {"a": 1}}, "metadata.a"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [ADD, ADD]}, "tools[1]"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    ({"input": "\ud800"}, None),
+]
+EMBEDDINGS: list[Case] = [
+    ({}, "input"),
+    ({"input": []}, "input"),
+    ({"input": [[]]}, "input[0]"),
+    ({"input": [True]}, "input[0]"),
+    ({"input": ["a", 5]}, "input[1]"),
+    ({"input": [5, "a"]}, "input[1]"),
+    ({"input": ["a"] * 2049}, "input"),
+    ({"input": [10**6]}, "input"),
+    ({"input": [5] * 1025}, "input"),
+    ({"input": ["a", [5] * 3]}, "input[1]"),
+    ({"input": "a", "dimensions": 8}, "dimensions"),
+    ({"input": "a", "pooling": "cls"}, "pooling"),
+    ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+    ({"input": "a", "unknown": 1}, "unknown"),
+]
+TOKENIZE: list[Case] = [
+    ({}, "prompt"),
+    ({"prompt": "a", "messages": [USER]}, "prompt"),
+    ({"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [USER], "continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": "a", "unknown": 1}, "unknown"),
+]
+DETOKENIZE: list[Case] = [
+    ({}, "tokens"),
+    ({"tokens": [-1]}, "tokens[0]"),
+    ({"tokens": [10**6]}, "tokens"),
+    ({"tokens": ["5"]}, "tokens[0]"),
+]
+
+
 def _id(value: Any) -> str:
     return repr(value)[:40] if isinstance(value, dict) else ""
 
 
-@pytest.mark.parametrize(("fields", "param"), BOTH + CHAT, ids=_id)
-def test_chat_refuses(server: Scripted, fields: dict[str, Any], param: str | None) -> None:
-    error = error_of(server.client.post("/v1/chat/completions", json={"messages": [USER], **fields}), 400)
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (path, fields, param)
+        for path, cases in {
+            "/v1/chat/completions": BOTH + CHAT,
+            "/v1/completions": BOTH + COMPLETIONS,
+            "/v1/responses": RESPONSES,
+            "/v1/embeddings": EMBEDDINGS,
+            "/tokenize": TOKENIZE,
+            "/detokenize": DETOKENIZE,
+        }.items()
+        for fields, param in cases
+    ],
+    ids=_id,
+)
+def test_what_is_wrong_is_refused_with_its_field(
+    server: Scripted, path: str, fields: dict[str, Any], param: str | None
+) -> None:
+    body = {**BODIES.get(path, {}), **fields}
+    answer = server.client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    error = error_of(answer, 400, FOREIGN_WORDS if path in CHOICES else re.compile("Input should|validation"))
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     assert server.engine.added == []
 
 
-@pytest.mark.parametrize(("fields", "param"), BOTH + COMPLETIONS, ids=_id)
-def test_completions_refuse(server: Scripted, fields: dict[str, Any], param: str | None) -> None:
-    error = error_of(server.client.post("/v1/completions", json={"prompt": "Hi", **fields}), 400)
-    assert error["type"] == "invalid_request_error"
-    assert error["param"] == param
-    assert server.engine.added == []
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("path", CHOICES)
 @pytest.mark.parametrize(
     "body",
     [
@@ -251,10 +335,9 @@ def test_deep_arguments_of_an_earlier_call_are_shown_as_they_are(server: Scripte
     assert not server.engine.added
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("path", BODIES)
 def test_an_unknown_model(server: Scripted, path: str) -> None:
-    fields = {"messages": [USER]} if "chat" in path else {"prompt": "Hi"}
-    error = error_of(server.client.post(path, json={"model": "gpt-5", **fields}), 404)
+    error = error_of(server.client.post(path, json={"model": "gpt-5", **BODIES[path]}), 404)
     assert (error["param"], error["code"]) == ("model", "model_not_found")
     assert NAME in error["message"]
 

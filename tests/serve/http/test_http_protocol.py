@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import uvicorn
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from strata.serve.http import bodies, http_protocol
 from strata.serve.http.errors import ApiError
@@ -46,6 +46,26 @@ def read_answer(connection: socket.socket) -> tuple[int, bytes]:
     return (int(whole.split(b" ", 2)[1]) if whole else 0), whole
 
 
+def code_of(answer: bytes) -> str:
+    """Of the error that is its body."""
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    code: str = error["code"]
+    return code
+
+
+def waiting() -> tuple[threading.Event, ASGIApp]:
+    """An application that answers nothing, and whether it has heard that its client has left."""
+    left = threading.Event()
+
+    async def waits(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+
+    return left, waits
+
+
 def test_headers_that_never_end_are_cut_off_early() -> None:
     with listening(Server()) as connect, connect() as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nx-a: ")
@@ -72,9 +92,7 @@ def test_long_headers_get_431_and_garbage_400_in_openais_shape() -> None:
                 connection.sendall(request)
                 got, answer = read_answer(connection)
             assert got == status
-            error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
-            assert set(error) == {"message", "type", "param", "code"}
-            assert error["code"] == code
+            assert code_of(answer) == code
             assert [(one.status, one.code) for one in told] == [(status, code)], "once"
             told.clear()
 
@@ -144,35 +162,22 @@ def test_a_request_that_ends_too_soon_is_told_so(sent: bytes, code: str) -> None
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
         status, answer = read_answer(connection)
-        error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
-        assert (status, error["code"], answer.count(b"HTTP/1.1 400")) == (400, code, 1)
+        assert (status, code_of(answer), answer.count(b"HTTP/1.1 400")) == (400, code, 1)
 
 
 def test_one_who_sends_no_more_while_an_answer_is_awaited_is_told_why_there_is_none() -> None:
-    left = threading.Event()
-
-    async def waits(scope: Scope, receive: Receive, send: Send) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        left.set()
-
+    left, waits = waiting()
     with listening(Server(app=waits)) as connect, connect() as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         time.sleep(0.1)
         connection.shutdown(socket.SHUT_WR)
         status, answer = read_answer(connection)
-        assert (status, json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"]) == (400, "half_closed")
+        assert (status, code_of(answer)) == (400, "half_closed")
         assert left.wait(60)
 
 
 def test_requests_that_were_begun_hear_that_the_client_has_left_though_others_follow_them() -> None:
-    left = threading.Event()
-
-    async def waits(scope: Scope, receive: Receive, send: Send) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        left.set()
-
+    left, waits = waiting()
     with listening(Server(app=waits)) as connect:
         with connect() as connection:
             connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3)

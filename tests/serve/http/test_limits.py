@@ -294,16 +294,11 @@ def test_names_are_given_or_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("presented", ["", "sk-on", "sk-one ", "SK-ONE", "alice:sk-one", "sk-öne", "\udcff", "0" * 64])
 def test_nothing_but_the_key_opens(tmp_path: Path, presented: str) -> None:
-    assert KeyRing(KeySource(key_file(tmp_path, "alice:sk-one"), {}).read()).find(presented) is None
-
-
-def test_the_hash_of_a_key_is_no_key(tmp_path: Path) -> None:
-    (key,) = KeySource(key_file(tmp_path, "sk-one"), {}).read()
-    assert KeyRing([key]).find(key.digest) is None
-
-
-def test_a_key_colon_belongs_to_the_key_after_the_name(tmp_path: Path) -> None:
-    assert KeyRing(KeySource(key_file(tmp_path, "alice:a:b"), {}).read()).find("a:b") is not None
+    """Nor its hash; a further colon belongs to the key."""
+    keys = KeySource(key_file(tmp_path, "alice:sk-one\nbob:a:b"), {}).read()
+    ring = KeyRing(keys)
+    assert ring.find(presented) is ring.find(keys[0].digest) is None
+    assert [ring.find(key) is not None for key in ("sk-one", "a:b")] == [True, True]
 
 
 def test_salts_differ_by_key_only_and_do_not_hold_it() -> None:
@@ -319,15 +314,12 @@ def test_the_environment_is_left_without_keys() -> None:
     assert environment == {"HOME": "/root"}
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602])
-def test_a_file_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
-    with pytest.raises(ValueError, match=r"chmod 600"):
-        KeySource(key_file(tmp_path, "sk-one", mode), {}).read()
-
-
 @pytest.mark.parametrize(
     ("text", "what"),
     [
+        (None, "cannot be read"),
+        (b"sk-one\nbob:s\xe9cret", r"keys, line 2, column 6: not UTF-8: byte 0xe9$"),
+        *((mode, "chmod 600") for mode in (0o640, 0o604, 0o620, 0o602)),
         ("", "holds no API key"),
         ("# only a remark", "holds no API key"),
         ("sk-secret with space", "line 1: a key must"),
@@ -339,9 +331,17 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> No
         ("alice:sk-secret\nbob:sk-secret", "line 2: this key is given twice"),
     ],
 )
-def test_what_is_no_key_is_told_by_its_line_and_never_shown(tmp_path: Path, text: str, what: str) -> None:
+def test_what_is_no_key_is_told_by_its_line_and_never_shown(
+    tmp_path: Path, text: str | bytes | int | None, what: str
+) -> None:
+    """text: of the file, which is not there if None; a number is its mode."""
+    file = key_file(tmp_path, text if isinstance(text, str) else "sk-secret", text if isinstance(text, int) else 0o600)
+    if isinstance(text, bytes):
+        file.write_bytes(text)
+    elif text is None:
+        file.unlink()
     with pytest.raises(ValueError, match=what) as caught:
-        KeySource(key_file(tmp_path, text), {}).read()
+        KeySource(file, {}).read()
     assert "cret" not in str(caught.value)
 
 
@@ -365,18 +365,6 @@ def test_keys_that_are_read_again_keep_their_names_and_no_other_gets_one(tmp_pat
         with pytest.raises(ValueError, match="keys"):
             names(wrong)
     assert names("sk-one\nsk-two\nbob:sk-b") == first
-
-
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot be read"):
-        KeySource(tmp_path / "nowhere", {}).read()
-
-
-def test_a_file_that_is_no_text_is_told_by_its_place(tmp_path: Path) -> None:
-    file = key_file(tmp_path, "")
-    file.write_bytes(b"sk-one\nbob:s\xe9cret")
-    with pytest.raises(ValueError, match=r"keys, line 2, column 6: not UTF-8: byte 0xe9$"):
-        KeySource(file, {}).read()
 
 
 def test_no_keys_make_a_ring_that_is_false() -> None:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.testclient import TestClient
 
+from strata.files.strict_json import read_json
 from strata.serve.http import app as application
 from strata.serve.http.app import build_app
 from strata.serve.http.direct_routes import DirectRoutes
@@ -121,9 +122,14 @@ def answers(serve_script: Serve, method: str = "POST") -> dict[str, object]:
 
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Makes applications that have no short way."""
+    """Makes applications that have no short way, where FastAPI reads JSON as strictly as on it."""
+
+    async def strict(request: Request) -> Any:
+        return read_json(await request.body())
 
     def remove() -> None:
+        monkeypatch.setattr(Request, "json", strict)
+
         class NoRoutes(DirectRoutes):
             def __init__(self, app: object, routers: list[APIRouter]) -> None:
                 super().__init__(app, [])  # type: ignore[arg-type]

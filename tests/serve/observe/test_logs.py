@@ -27,7 +27,7 @@ from strata.serve.processes.drain import Drain
 from strata.serve.settings import ServeSettings
 
 RECORD = RequestRecord(
-    "chat", "stop", 100.0, 100.01, 100.05, 101.0, prompt_tokens=12, cached_tokens=8, output_tokens=40
+    "chat", "stop", 100.0, 101.0, 12, scheduled=100.01, first_token=100.05, cached_tokens=8, output_tokens=40
 )
 
 
@@ -47,10 +47,16 @@ def restored() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def logged(as_json: bool, app: Any, *, path: str = "/v1/chat/completions", log_prompts: bool = False) -> str:
-    """What one request to `app` leaves in the log."""
+def written_to(as_json: bool = True) -> io.StringIO:
+    """Where the log goes from now on."""
     stream = io.StringIO()
     configure_logging(as_json, stream)
+    return stream
+
+
+def logged(as_json: bool, app: Any, *, path: str = "/v1/chat/completions", log_prompts: bool = False) -> str:
+    """What one request to `app` leaves in the log."""
+    stream = written_to(as_json)
     scope = {
         "type": "http",
         "method": "POST",
@@ -125,8 +131,7 @@ def test_the_line_of_a_request_that_failed_has_the_code_of_its_error(error: ApiE
     app.state.server = SimpleNamespace(metrics=Metrics("m"))
     settings = ServeSettings("m", ("m",), host="0.0.0.0")
     gate = Gate(app, settings, KeyRing([]), Drain(), enter, lambda reason: None)
-    stream = io.StringIO()
-    configure_logging(True, stream)
+    stream = written_to()
     answer = TestClient(AccessLog(gate)).post("/x")
     line = json.loads(stream.getvalue())
     assert line["error_code"] == word
@@ -135,8 +140,7 @@ def test_the_line_of_a_request_that_failed_has_the_code_of_its_error(error: ApiE
 
 def test_a_path_that_is_not_there_is_told_in_the_line() -> None:
     app = FastAPI(exception_handlers=ERROR_HANDLERS)
-    stream = io.StringIO()
-    configure_logging(True, stream)
+    stream = written_to()
     TestClient(AccessLog(app)).get("/nowhere")
     assert json.loads(stream.getvalue())["error_code"] == "unknown_url"
 
@@ -178,8 +182,7 @@ def test_a_client_that_left_before_the_answer_has_a_line() -> None:
     async def cancelled(scope: Any, receive: Any, send: Any) -> None:
         raise asyncio.CancelledError
 
-    stream = io.StringIO()
-    configure_logging(True, stream)
+    stream = written_to()
     scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": []}
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(AccessLog(cancelled)(scope, None, None))  # type: ignore[arg-type]
@@ -188,8 +191,7 @@ def test_a_client_that_left_before_the_answer_has_a_line() -> None:
 
 def test_an_error_keeps_its_traceback() -> None:
     for as_json in (True, False):
-        stream = io.StringIO()
-        configure_logging(as_json, stream)
+        stream = written_to(as_json)
         try:
             raise ZeroDivisionError("of the page size")
         except ZeroDivisionError:
@@ -199,8 +201,7 @@ def test_an_error_keeps_its_traceback() -> None:
 
 
 def test_fields_of_an_event() -> None:
-    stream = io.StringIO()
-    configure_logging(True, stream)
+    stream = written_to()
     log_event(logging.getLogger("strata.serve"), "listening", address="127.0.0.1:8000", workers=None)
     told = json.loads(stream.getvalue())
     assert (told["event"], told["address"]) == ("listening", "127.0.0.1:8000")
@@ -208,7 +209,6 @@ def test_fields_of_an_event() -> None:
 
 
 def test_uvicorn_is_written_the_same_way() -> None:
-    stream = io.StringIO()
-    configure_logging(True, stream)
+    stream = written_to()
     logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
     assert json.loads(stream.getvalue())["event"] == "Invalid HTTP request received."

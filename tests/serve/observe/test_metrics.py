@@ -6,7 +6,6 @@ import math
 import re
 import subprocess
 import sys
-import timeit
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from prometheus_client import Counter, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from strata.engine.process.messages import Statistics, ended
@@ -273,25 +271,6 @@ def test_what_a_process_counted_outlives_it(tmp_path: Path) -> None:
     again.received("chat", "alice")
     read = samples(survivor.render(Statistics()))
     assert read["strata_requests_total{endpoint=chat}"] == read["strata_caller_requests_total{caller=alice}"] == 2
-
-
-def test_a_delta_costs_a_fraction_of_what_the_library_takes() -> None:
-    """One to two microseconds on a common core; prometheus-client takes about fifteen times as long."""
-    metrics, rounds = Metrics("m"), 2_000
-    gaps = Histogram("gaps", "Between tokens.", ["model"], registry=None)
-    tokens = Counter("tokens", "Of prompts, of outputs.", ["model"], registry=None)
-
-    def ours() -> None:
-        metrics.inter_token(0.0123, 3)
-        metrics.tokens(prompt=0, output=3, caller="alice")
-
-    def library() -> None:
-        for _ in range(3):
-            gaps.labels("m").observe(0.0123 / 3)
-        for count in (0, 3):
-            tokens.labels("m").inc(count)
-
-    assert 4 * min(timeit.repeat(ours, number=rounds)) < min(timeit.repeat(library, number=rounds))
 
 
 def test_route() -> None:

@@ -57,21 +57,16 @@ def port() -> Iterator[str]:
         (("--port", "PORT"), "strata: error: 127.0.0.1:PORT .*--port"),
         (("--port", "0", "--allowed-origins", "*"), r"strata: error: .*--allowed-origins \*"),
         (("--port", "0", "--max-model-len", "5000"), "strata: error: .*--max-model-len 5000"),
+        (("--port", "FREE", "--metrics-port", "FREE"), "strata: error: 127.0.0.1:FREE .*choose another --metrics-port"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments: tuple[str, ...], what: str, port: str) -> None:
-    status, output, _ = refusal(*(one.replace("PORT", port) for one in arguments))
-    assert status == 1
-    assert re.match(what.replace("PORT", port), output)
-    assert output.count("\n") == 1
-
-
-def test_metrics_cannot_have_the_port_of_all_else() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
-    status, output, _ = refusal("--port", port, "--metrics-port", port)
+        free = str(other.getsockname()[1])
+    told = [one.replace("PORT", port).replace("FREE", free) for one in (*arguments, what)]
+    status, output, _ = refusal(*told[:-1])
     assert status == 1
-    assert re.match(f"strata: error: 127.0.0.1:{port} .*choose another --metrics-port", output)
+    assert re.match(told[-1], output)
     assert output.count("\n") == 1
 
 

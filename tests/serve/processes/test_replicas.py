@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -144,36 +144,36 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _visible(found: list[dict[str, str]]) -> list[str]:
-    return [one["CUDA_VISIBLE_DEVICES"] for one in found]
+@pytest.mark.parametrize(
+    ("engines", "ranks", "device", "shown", "gpus"),
+    [
+        (4, 1, "auto", None, ["0", "1", "2", "3"]),
+        (2, 2, "cuda", None, ["0,1", "2,3"]),
+        (2, 1, "auto", "3, GPU-abc", ["3", "GPU-abc"]),
+        (1, 1, "auto", None, None),
+        (1, 1, "cuda:1", None, None),
+        (2, 1, "cpu", None, None),
+    ],
+)
+def test_each_engine_has_gpus_of_its_own_of_those_that_are_shown(
+    files: Path, engines: int, ranks: int, device: str, shown: str | None, gpus: list[str] | None
+) -> None:
+    """None where one engine has all, or none has any."""
+    environment = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
+    wanted = [{}] * engines if gpus is None else [{"CUDA_VISIBLE_DEVICES": one} for one in gpus]
+    assert engine_devices(engines, ranks, device, environment, files) == wanted
 
 
-def test_each_engine_has_gpus_of_its_own(files: Path) -> None:
-    assert _visible(engine_devices(4, 1, "auto", {}, files)) == ["0", "1", "2", "3"]
-    assert _visible(engine_devices(2, 2, "cuda", {}, files)) == ["0,1", "2,3"]
-
-
-def test_only_gpus_that_are_shown_are_given(files: Path) -> None:
-    shown = {"CUDA_VISIBLE_DEVICES": "3, GPU-abc"}
-    assert _visible(engine_devices(2, 1, "auto", shown, files)) == ["3", "GPU-abc"]
-
-
-@pytest.mark.parametrize(("engines", "device"), [(1, "auto"), (1, "cuda:1"), (2, "cpu")])
-def test_one_engine_or_a_cpu_needs_nothing(files: Path, engines: int, device: str) -> None:
-    assert engine_devices(engines, 1, device, {}, files) == [{}] * engines
-
-
-def test_a_machine_without_gpus_serves_from_its_cpu_unless_gpus_are_asked_for(tmp_path: Path) -> None:
-    assert engine_devices(2, 1, "auto", {}, tmp_path) == [{}, {}]
-    with pytest.raises(ValueError, match="needs 2 GPUs, and there are 0"):
-        engine_devices(2, 1, "cuda", {}, tmp_path)
-
-
-def test_too_few_gpus_and_one_gpu_for_all_are_refused(files: Path) -> None:
-    with pytest.raises(ValueError, match="data_parallel_size=3 with 2 ranks each needs 6 GPUs, and there are 4"):
-        engine_devices(3, 2, "auto", {}, files)
-    with pytest.raises(ValueError, match="'cuda:0' is one GPU"):
-        engine_devices(2, 1, "cuda:0", {}, files)
+def test_too_few_gpus_are_refused_unless_none_is_asked_for(files: Path, tmp_path_factory: Any) -> None:
+    bare = tmp_path_factory.mktemp("dev")
+    assert engine_devices(2, 1, "auto", {}, bare) == [{}, {}]
+    for engines, ranks, device, folder, said in (
+        (2, 1, "cuda", bare, "needs 2 GPUs, and there are 0"),
+        (3, 2, "auto", files, "data_parallel_size=3 with 2 ranks each needs 6 GPUs, and there are 4"),
+        (2, 1, "cuda:0", files, "'cuda:0' is one GPU"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            engine_devices(engines, ranks, device, {}, folder)
 
 
 FOLLOWER = b"strata.engine.ranks.follower"
@@ -330,39 +330,3 @@ async def test_without_a_bound_nothing_is_killed(address: str, stub: subprocess.
         assert client.alive
         stub.send_signal(signal.SIGCONT)
         assert sum(len(delta.tokens) for deltas in [one async for one in stream] for delta in deltas) == 3
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    wait_for(condition)
-
-
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_server_whose_engine_hangs_says_so_and_ends(workers: str) -> None:
-    with running("--engine-timeout", "2", "--api-workers", workers) as server, ThreadPoolExecutor(1) as pool:
-        children = server.children()
-        with server.stream(max_tokens=1000) as events:
-            next(events)
-            os.kill(server.engine(), signal.SIGSTOP)
-            whole = pool.submit(server.complete, max_tokens=10)
-            rest = list(events)
-        assert rest[-1]["error"]["code"] == "engine_dead"
-        assert set(rest[-1]["error"]) == {"message", "type", "param", "code"}
-        assert server.status("/health") == 503
-        assert whole.result().status_code == 503
-        assert server.wait() == 1
-        assert "the engine is taken for dead and killed" in server.output()
-        eventually(lambda: not any(map(is_alive, children)))
-
-
-def test_a_hung_engine_is_replaced_if_that_is_asked_for() -> None:
-    with running("--engine-timeout", "2", "--restart-engine") as server:
-        first = server.engine()
-        answer = server.complete(temperature=0, max_tokens=20).json()["choices"]
-        os.kill(first, signal.SIGSTOP)
-        refused = server.complete(max_tokens=1)
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "engine_dead"
-        wait_for(lambda: server.status("/ready") == 200, server.output)
-        assert server.engine() != first
-        assert not is_alive(first)
-        assert server.complete(temperature=0, max_tokens=20).json()["choices"] == answer

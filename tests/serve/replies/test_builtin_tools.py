@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from openai import OpenAI
 
 from strata.serve.replies.reasoning import opens_reasoning
-from strata.serve.replies.reply_parser import ContentDelta, ReasoningDelta, ReplyParser, collect
+from strata.serve.replies.reply_events import ContentDelta, ReasoningDelta
+from strata.serve.replies.reply_parser import ReplyParser, collect
 from tests.serve.running import Running, running
 
 MODEL = "builtin"

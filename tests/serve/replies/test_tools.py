@@ -16,25 +16,12 @@ from strata.cli.serve_options import ToolCallFormat, tool_format
 from strata.models.folder import BUILTIN_FOLDER
 from strata.serve.http.errors import ApiError
 from strata.serve.replies.json_reader import MAX_DEPTH, is_json_object
-from strata.serve.replies.reply_parser import (
-    ContentDelta,
-    Reply,
-    ReplyEvent,
-    ReplyParser,
-    ToolCallArguments,
-    ToolCallStart,
-    collect,
-)
+from strata.serve.replies.reply_events import ContentDelta, ReplyEvent, ToolCallArguments, ToolCallStart
+from strata.serve.replies.reply_parser import Reply, ReplyParser, collect
 from strata.serve.replies.tool_formats import format_in_template
-from strata.serve.replies.tools import (
-    MAX_SCHEMA_BYTES,
-    MAX_TOOLS,
-    Named,
-    OfferedFunction,
-    ToolChoice,
-    ToolUse,
-    use_tools,
-)
+from strata.serve.replies.tools import MAX_SCHEMA_BYTES, ToolChoice, ToolUse, use_tools
+from strata.serve.schema.chat import Function
+from strata.serve.schema.responses import ResponsesNamedTool
 from strata.text.messages import tools_for_template
 from strata.text.tokenizer import Tokenizer
 from tests.serve.conftest import BUILTIN
@@ -285,8 +272,14 @@ def test_the_reader_bounds_the_depth() -> None:
     assert not is_json_object(nested(MAX_DEPTH + 1))
 
 
-ADD = OfferedFunction("add", "adds", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
-NOW = OfferedFunction("now")
+ADD = Function.model_validate(
+    {
+        "name": "add",
+        "description": "adds",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    }
+)
+NOW = Function(name="now")
 
 
 def test_tools_are_shown_and_calls_looked_for_unless_the_choice_is_none() -> None:
@@ -309,20 +302,16 @@ def test_tools_are_shown_and_calls_looked_for_unless_the_choice_is_none() -> Non
     [
         ([ADD], "auto", None, "--tool-call-parser"),
         ([], "required", "hermes", "tools is empty"),
-        ([ADD], Named("now"), "hermes", "'now'.*: add"),
+        ([ADD], ResponsesNamedTool(type="function", name="now"), "hermes", "'now'.*: add"),
         ([ADD, ADD], "auto", "hermes", r"tools\[1\]: there is a function 'add' already"),
-        ([OfferedFunction("no spaces")], "auto", "hermes", "1 to 64 letters"),
-        ([OfferedFunction("")], "auto", "hermes", "1 to 64 letters"),
-        ([OfferedFunction("x" * 65)], "auto", "hermes", "1 to 64 letters"),
-        ([OfferedFunction("f", None, {"type": "string"})], "auto", "hermes", 'must be a JSON schema of type "object"'),
-        ([OfferedFunction("f", None, {"properties": []})], "auto", "hermes", "properties must be an object"),
-        ([OfferedFunction("f", None, {"required": "a"})], "auto", "hermes", "required must be a list"),
-        ([OfferedFunction("f", None, {"description": "x" * MAX_SCHEMA_BYTES})], "auto", "hermes", "at most 65536"),
-        ([OfferedFunction(f"f{number}") for number in range(MAX_TOOLS + 1)], "auto", "hermes", "at most 128"),
+        ([Function(name="f", parameters={"type": "string"})], "auto", "hermes", 'a JSON schema of type "object"'),
+        ([Function(name="f", parameters={"properties": []})], "auto", "hermes", "properties must be an object"),
+        ([Function(name="f", parameters={"required": "a"})], "auto", "hermes", "required must be a list"),
+        ([Function(name="f", parameters={"description": "x" * MAX_SCHEMA_BYTES})], "auto", "hermes", "at most 65536"),
     ],
 )
 def test_tools_that_cannot_be_used_are_refused(
-    functions: list[OfferedFunction], choice: ToolChoice, tool_format: str | None, said: str
+    functions: list[Function], choice: ToolChoice, tool_format: str | None, said: str
 ) -> None:
     with pytest.raises(ApiError, match=said) as caught:
         use_tools(functions, choice, parallel=True, tool_format=tool_format)

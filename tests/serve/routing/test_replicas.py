@@ -28,8 +28,7 @@ from strata.engine.routing.router import Standing
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.client import EngineClient, EngineGone
 from strata.serve.routing import replicas as module
-from strata.serve.routing.drains import LastReplica, ReplicaDrains
-from strata.serve.routing.replicas import Replicas
+from strata.serve.routing.replicas import LastReplica, ReplicaDrains, Replicas
 from tests.serve.test_client import READY, ScriptedEngine
 
 DOCUMENT = [7] * (8 * BLOCK_TOKENS)  # saves as much as two samples weigh
@@ -242,7 +241,7 @@ async def test_a_request_asks_the_engine_that_has_it_for_its_ledger(tmp_path: Pa
         assert isinstance(await engines[0].heard(), Add)
         await engines[0].tell(Delta("a", 0, [5], "length"))
         assert [deltas async for deltas in stream] == [[Delta("a", 0, [5], "length")]]
-        asking = asyncio.create_task(stream.ledgers())
+        asking = asyncio.create_task(stream.client.ledgers(stream.id))
         asked = await engines[0].heard()
         assert isinstance(asked, AskLedgers)
         assert asked.name == "a"
