@@ -69,6 +69,11 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: int | None = None
     tags: Tags | None = None
 
+    @property
+    def adapter_and_weights(self) -> tuple[str, str]:
+        """The tags of which a step has rows, see `Batch.tags`."""
+        return ("", "") if self.tags is None else (self.tags.adapter, self.tags.weights)
+
 
 # What is told for a drawn row behind which a draft was wrong: nothing comes of it.
 REJECTED = -2

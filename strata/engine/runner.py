@@ -125,9 +125,10 @@ class Runner:
         # One id more than slots: padding rows of a CUDA graph read and write the last one.
         self._newest = torch.zeros(config.max_sequences + 1, dtype=torch.int32, device=device)
         groups = 1 + len(others)
-        largest = BufferShape(config.max_tokens, config.max_sequences + 1, config.max_sequences, groups=groups).size
+        shapes = [BufferShape(config.max_tokens, config.max_sequences + 1, config.max_sequences, groups=groups)]
         if program.division is not None:
-            largest = max(largest, program.division.largest(config.max_tokens, config.max_sequences).size)
+            shapes.append(program.division.largest(config.max_tokens, config.max_sequences))
+        largest = max(replace(shape, tags=True).size for shape in shapes)
         # So that a step can be prepared while those before it have not left their buffers.
         steps, pinned = config.stages + 1, device.type == "cuda"
         self._staging = [Staging(largest, device) for _ in range(steps)]
@@ -241,13 +242,7 @@ class Runner:
     def _shape(self, plan: StepPlan, arrays: PlanArrays, room: StepRoom | None) -> StepShape:
         if room is not None:
             return StepShape.of_ranks(room, arrays)
-        return StepShape.of(arrays, scored=self._scores(plan))
-
-    def _scores(self, plan: StepPlan) -> bool:
-        scored, lengths = self._slots.scored, self._slots.prompt_lengths
-        return bool(scored) and any(
-            chunk.slot in scored and chunk.start < lengths[chunk.slot] - 1 for chunk in plan.chunks
-        )
+        return StepShape.of(arrays, scored=self._slots.scores(plan), tagged=self._slots.tags_any(plan))
 
     def _launch_recorded(self, plan: StepPlan, arrays: PlanArrays, bucket: BufferShape) -> Launched | Undrawn:
         assert self._recorded is not None
@@ -274,6 +269,8 @@ class Runner:
             groups = 1 if self._windows is None else self._windows.groups
             shape = BufferShape(plan.tokens, len(plan.chunks), draws, groups=groups) if share is None else share.shape
             longest = 1 if arrays.are_decodes else int(arrays.counts.max(initial=1))
+        if choice.shape.tagged:
+            shape = replace(shape, tags=True)
         buffer = StepBuffer(shape, self._staging[0], self._staging[0].target(shape.size))
         missing = self._fill(buffer, arrays)
         parts = buffer.divide(arrays.counts, recorded=False) if longest > 1 else None
@@ -364,10 +361,8 @@ class Runner:
 
     def _admit(self, plan: StepPlan) -> None:
         """Bring the slots up to the plan."""
-        for slot in plan.ended:
-            self._slots.end(slot)
+        self._slots.learn(plan)
         for sequence in plan.new:
-            self._slots.start(sequence)
             self._sampler.admit(sequence)
 
     def _enter_pages(self, plan: StepPlan, recorded: bool) -> None:
@@ -403,6 +398,8 @@ class Runner:
                 start, count, row = (int(field[index]) for field in (arrays.starts, arrays.counts, arrays.last_rows))
                 host["tokens"][row + 1 - count : row + 1] = state[int(slots[index])].tokens[start : start + count]
         state.place_draws(host, arrays)
+        if buffer.shape.tags:
+            state.place_tags(host, slots)
         if isinstance(arrays, RankStep):
             arrays.place(buffer, self._tables, self.pool.shape.page_size)
         if len(arrays.drawn) < buffer.shape.draws:

@@ -117,7 +117,7 @@ class StepProgram:
         if (divided := self._divided(shape)) is not None:
             return divided
         found = next((one for one in self.variants if not one.captured and one.when(shape)), None)
-        size = self.sizes.holding(shape) if found is None else None
+        size = self.sizes.holding(shape) if found is None and not shape.tagged else None
         if size is not None:
             return StepChoice(self.replayed(size), size, shape, size.prompts is not None)
         variant = found or next(one for one in self.variants if one.when(shape))
@@ -177,7 +177,7 @@ class StepProgram:
         if division is None or step is None or shape.scored:
             return None
         share = division.share(step)
-        size = None if share is None else self.sizes.holding_share(share)
+        size = None if share is None or shape.tagged else self.sizes.holding_share(share)
         if share is None or not division.pays(step, share, recorded=size is not None):
             return None
         shape = shape._replace(share=share)

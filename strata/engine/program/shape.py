@@ -16,7 +16,8 @@ class StepShape(NamedTuple):
 
     tokens, sequences, draws: as many as it has; where ranks have sequences of their own, as the fullest has. prompts:
     sequences from the first on that has more than one token. decodes: every sequence has one token and is sampled.
-    scored: log-probabilities of some prompt's tokens are asked for. fresh: rows that it needs if all its sequences
+    scored: log-probabilities of some prompt's tokens are asked for. tagged: some sequence brings tags along, of which
+    its batch has the rows, so that it replays no CUDA graph. fresh: rows that it needs if all its sequences
     begin in it, see `fresh_rows`; None: some do not. behind: the most tokens that a prompt has from before it.
     prompt_keys: that its prompts see, each in whole blocks.
     step: chunk for chunk, of this rank; None: of any step that `size` holds. size: the captured one that it replays;
@@ -35,18 +36,21 @@ class StepShape(NamedTuple):
     step: PlanArrays | None = None
     size: BufferShape | None = None
     share: RankStep | None = None
+    tagged: bool = False
 
     @staticmethod
-    def of(step: PlanArrays, *, scored: bool = False) -> StepShape:
+    def of(step: PlanArrays, *, scored: bool = False, tagged: bool = False) -> StepShape:
         fresh = None if step.starts.any() else fresh_rows(step.counts.tolist())
         size = step.tokens, len(step.counts), len(step.drawn), step.prompts
-        return StepShape(*size, step.are_decodes, scored, fresh, step.behind, keys_in_blocks(step.prompt_ends), step)
+        known = step.are_decodes, scored, fresh, step.behind, keys_in_blocks(step.prompt_ends)
+        return StepShape(*size, *known, step, tagged=tagged)
 
     @staticmethod
     def of_ranks(room: StepRoom, step: PlanArrays) -> StepShape:
         """Of a rank with sequences of its own. room: what the steps of all ranks have room for."""
         size = room.tokens, room.sequences, room.draws, room.prompts
-        return StepShape(*size, room.decodes, room.scored, room.fresh, room.behind, room.prompt_keys, step)
+        known = room.decodes, room.scored, room.fresh, room.behind, room.prompt_keys
+        return StepShape(*size, *known, step, tagged=room.tagged)
 
     @staticmethod
     def replayed(size: BufferShape) -> StepShape:

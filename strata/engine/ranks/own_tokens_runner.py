@@ -21,34 +21,7 @@ from strata.engine.ranks.ranked_runner import RankedRunner, WatchedStep, mask_ro
 from strata.engine.ranks.step_room import StepRoom
 from strata.engine.runner import Launched, PromptLogprobs, Runner, Undrawn
 from strata.engine.sampler import LogprobTensors
-
-
-class _Slots:
-    """Of a rank's slots those that matter to the others: whose prompts are scored, and who waits for masks."""
-
-    def __init__(self) -> None:
-        self._scored: dict[int, int] = {}  # the length of the prompt
-        self._constrained: set[int] = set()
-
-    def learn(self, plan: StepPlan) -> None:
-        for slot in plan.ended:
-            self._scored.pop(slot, None)
-            self._constrained.discard(slot)
-        for new in plan.new:
-            self._scored.pop(new.slot, None)
-            if new.prompt_logprobs is not None:
-                self._scored[new.slot] = new.prompt_length
-            (self._constrained.add if new.constrained else self._constrained.discard)(new.slot)
-
-    def scores(self, plan: StepPlan) -> bool:
-        """Whether the step has rows of a prompt whose log-probabilities are reported."""
-        lengths = self._scored
-        return bool(lengths) and any(chunk.start < lengths.get(chunk.slot, 0) - 1 for chunk in plan.chunks)
-
-    def waits(self, plan: StepPlan) -> bool:
-        """Whether the step is drawn once it has masks."""
-        slots = self._constrained
-        return bool(slots) and any(draw.slot in slots for draw in plan.draws)
+from strata.engine.steps.slots import SlotState, meets
 
 
 class _Masked(NamedTuple):
@@ -146,18 +119,20 @@ class OwnTokensRunner(RankedRunner):
     ) -> None:
         """experts, balance: see `RankedRunner`. mask_ids, max_sequences: see `RunnerConfig`. device: of rank 0."""
         super().__init__(runner, followers, experts, balance)
-        self._slots = [_Slots() for _ in range(followers.size)]
+        # Of the sequences of all ranks.
+        self._slots = [SlotState(max_sequences) for _ in range(followers.size)]
         # Those of the other ranks leave the host as messages.
         devices = [device, *(torch.device("cpu") for _ in range(1, followers.size))]
         self._masks = [Masks(mask_ids, max_sequences, one) for one in devices]
 
     def launch(self, plan: StepPlan) -> RanksStep | RanksUndrawn:  # type: ignore[override]
         assert isinstance(plan, RankPlans)
-        for slots, part in zip(self._slots, plan.parts, strict=True):
-            slots.learn(part)
         parts = list(zip(self._slots, plan.parts, strict=True))
-        room = StepRoom.of(plan.parts, scored=any(slots.scores(part) for slots, part in parts))
-        waiting = tuple(slots.waits(part) for slots, part in parts)
+        for slots, part in parts:
+            slots.learn(part)
+        scored = any(slots.scores(part) for slots, part in parts)
+        room = StepRoom.of(plan.parts, scored, tagged=any(slots.tags_any(part) for slots, part in parts))
+        waiting = tuple(meets(slots.constrained, [draw.slot for draw in part.draws]) for slots, part in parts)
         with together(self._followers):
             self._move_experts()
             number = self._followers.send_each([messages.LaunchPart(part, room) for part in plan.parts[1:]])

@@ -17,7 +17,7 @@ class StepRoom(NamedTuple):
     plan has a prompt of which log-probabilities are reported. fresh: most rows that a plan needs, see `fresh_rows`, if
     all sequences of all plans begin in them. behind: the most tokens that a prompt has from before the step.
     prompt_keys: that the prompts of a plan see, each in
-    whole blocks, the most of any plan.
+    whole blocks, the most of any plan. tagged: some plan has a sequence with tags.
     """
 
     tokens: int
@@ -29,9 +29,10 @@ class StepRoom(NamedTuple):
     fresh: int | None
     behind: int
     prompt_keys: int
+    tagged: bool = False
 
     @staticmethod
-    def of(plans: Sequence[StepPlan], scored: bool) -> StepRoom:
+    def of(plans: Sequence[StepPlan], scored: bool, tagged: bool = False) -> StepRoom:
         """Of the plans of all ranks for one step; at least one of them has a chunk."""
         arrays = [PlanArrays(plan) for plan in plans]
         decodes = all(one.are_decodes for one in arrays)
@@ -48,6 +49,7 @@ class StepRoom(NamedTuple):
             fresh=fresh,
             behind=max(one.behind for one in arrays),
             prompt_keys=max(keys_in_blocks(one.prompt_ends) for one in arrays),
+            tagged=tagged,
         )
 
     def shape(self, plan: StepPlan) -> BufferShape:

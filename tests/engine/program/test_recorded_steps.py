@@ -16,13 +16,14 @@ from torch import Tensor
 from strata import LLM, SamplingParams
 from strata.cache.staging import Staging
 from strata.cache.tables import BufferShape
-from strata.engine.plan import StepPlan
+from strata.engine.plan import StepPlan, Tags
 from strata.engine.process.messages import Step
 from strata.engine.program import sizes as sizes_of_steps
 from strata.engine.program.program import StepChoice, StepProgram
 from strata.engine.program.shape import StepShape
 from strata.engine.program.sizes import recorded_sizes
 from strata.engine.recorded_steps import RecordedSteps
+from strata.engine.request import Request
 from strata.engine.runner import Runner
 from strata.graph import cudagraph
 from strata.kernels.attention import virtual_sequences
@@ -397,10 +398,12 @@ def test_steps_that_are_not_recorded_are_counted_by_why(folder: Path, monkeypatc
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     for length in (60, 80, 200):  # the last one in chunks of 96, 96 and 8
         llm.generate({"prompt_token_ids": [length] * length}, params, use_tqdm=False)
-    assert found.unrecorded == {"too_large": 3, "prompt_logprobs": 0, "out_of_memory": 0}
+    assert found.unrecorded == {"too_large": 3, "prompt_logprobs": 0, "tags": 0, "out_of_memory": 0}
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=1)
     llm.generate({"prompt_token_ids": [20] * 20}, params, use_tqdm=False)
-    assert found.unrecorded == {"too_large": 3, "prompt_logprobs": 1, "out_of_memory": 0}
+    llm.engine.loop.add(Request("a", (20,) * 20, SamplingParams(max_tokens=2, ignore_eos=True), tags=Tags("adapter")))
+    assert len([*llm.engine.loop.outputs()]) == 2
+    assert found.unrecorded == {"too_large": 3, "prompt_logprobs": 1, "tags": 2, "out_of_memory": 0}
 
 
 def test_counts_travel_to_the_metrics(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
