@@ -48,7 +48,7 @@ from strata.text.tokenizer import Tokenizer
 class Engine:
     """An engine and what it was made of.
 
-    weights: of `model` (of the first rank), which may change between steps.
+    weights: of `model` (of the first rank), which may change between steps; what changes them tells the other ranks.
     bad_words: id sequences that no output may complete, whatever it asks for.
     compilations: what has been compiled in the process since the engine was ready.
     recorded: steps that replay CUDA graphs, and counts of those that do not; None if none is to.
@@ -136,6 +136,7 @@ def _build(
         else:
             ranks = RankedRunner(executor.runner, followers, experts, balance)
         pooler = RankedPooler(executor.pooler, followers)
+        executor.weights.everywhere = ranks.update_weight
     with clock.phase("graph"):
         shares = _step_shares(executor, device)
         replayed = executor.program.sizes

@@ -123,6 +123,7 @@ class _Steps:
         self._leader, self._stages, self._tells = leader, stages, tells
         self._under_way: deque[tuple[int, Launched | Pooled]] = deque()
         self._undrawn: Undrawn | None = None
+        self._weight = bytearray()
 
     def report(self) -> bool:
         """Tell what has ended, if this rank does; whether more will."""
@@ -156,11 +157,25 @@ class _Steps:
         elif isinstance(message, messages.MoveExperts):
             assert self._executor.experts is not None
             self._executor.experts.move(message.layer, np.array(message.slots))
+        elif isinstance(message, messages.WeightBytes):
+            self._weight += message.values
+        elif isinstance(message, messages.UpdateWeight):
+            self._update(message)
         elif isinstance(message, messages.CompareIds):
             return self._runner.ids_digest()
         else:
             raise _LeaderGone
         return None
+
+    def _update(self, message: messages.UpdateWeight) -> None:
+        tensor = torch.frombuffer(self._weight, dtype=getattr(torch, message.dtype)).view(message.shape)
+        self._weight = bytearray()
+        write = None
+        with suppress(ValueError):  # rank 0 says so
+            write = self._executor.weights.prepared(message.name, tensor)
+        if self._leader.least(int(write is not None)):
+            assert write is not None
+            write()
 
     def _draw(self, message: messages.DrawStep) -> None:
         assert self._undrawn is not None

@@ -80,11 +80,29 @@ class MoveExperts(msgspec.Struct, tag=7, array_like=True, frozen=True):
     slots: tuple[int, ...]
 
 
+class WeightBytes(msgspec.Struct, tag=10, array_like=True, frozen=True):
+    """The next bytes of a tensor, in pieces because a message has less than 4 GiB; behind the last comes its name."""
+
+    values: bytes
+
+
+class UpdateWeight(msgspec.Struct, tag=11, array_like=True, frozen=True):
+    """Let a checkpoint's tensor be the one whose bytes have come, once all ranks have agreed that they can. dtype: as
+    torch names it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class End(msgspec.Struct, tag=6, array_like=True, frozen=True):
     """End the process."""
 
 
-ToFollower = Launch | LaunchPart | DrawStep | DrawPart | Settle | Pool | Agree | CompareIds | MoveExperts | End
+ToFollower = (
+    Launch | LaunchPart | DrawStep | DrawPart | Settle | Pool | Agree | CompareIds | MoveExperts | WeightBytes
+    | UpdateWeight | End
+)  # fmt: skip
 
 
 class Value(msgspec.Struct, tag=0, array_like=True, frozen=True):

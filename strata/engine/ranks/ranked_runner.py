@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import torch
 from llguidance import LLMatcher
 from torch import Tensor
 
@@ -31,6 +32,9 @@ from strata.engine.steps.observer import StepObserver
 # How long rank 0 sleeps between two looks at its device, in seconds: a rank that ends meanwhile leaves it waiting for
 # ever, so it must not wait inside the driver.
 _LOOK_SECONDS = 2e-5
+
+# Bytes of a tensor that travel in one message.
+_TENSOR_BYTES = 1 << 26
 
 # By which followers launch later than rank 0: they wake up, and decode a plan that rank 0 has. Estimated.
 BEHIND_SECONDS = 0.3e-3
@@ -192,6 +196,24 @@ class RankedRunner:
         """Raises EngineFault if a rank has drawn another id than others; for tests, it waits for all."""
         if not self._followers.same_ids(self._runner.ids_digest()):
             raise EngineFault("ranks have drawn different ids")
+
+    def update_weight(self, name: str, tensor: Tensor, write: Callable[[], None]) -> None:
+        """See `WeightStore.everywhere`. Raises ValueError, before anything has changed, if another rank cannot pack its
+        part."""
+        with together(self._followers):
+            values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            for start in range(0, len(values), _TENSOR_BYTES):
+                self._followers.send(messages.WeightBytes(values[start : start + _TENSOR_BYTES].tobytes()))
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self._followers.send(messages.UpdateWeight(name, dtype, tuple(tensor.shape)))
+            agreed = self._followers.least(1)
+            if agreed:
+                write()
+        if not agreed:
+            raise ValueError(
+                f"{name} cannot be packed: the part of another rank does not fit the scheme; give values that do, or "
+                "serve weights that are not packed"
+            )
 
     def _move_experts(self) -> None:
         """Before a step, if some are to move."""
