@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -50,7 +50,8 @@ class Launched:
     """A step that is under way. `wait` blocks until the host has its ids and log-probabilities.
 
     masked: some rows drew under a mask. If a matcher is in its error state, the id of its sequence means nothing.
-    size: of the recording that it replays from ids to ids, None if it does not.
+    size: of the recording that it replays from ids to ids, None if it does not. watch: waits until what it is given
+    says that the step has ended, and raises if that cannot be any more; None where no other rank takes part.
     """
 
     plan: StepPlan
@@ -61,6 +62,7 @@ class Launched:
     masked: bool = False
     size: BufferShape | None = None
     arrived: tuple[()] = ()
+    watch: Callable[[Callable[[], bool]], None] | None = None
 
     @property
     def ended(self) -> bool:
@@ -68,7 +70,9 @@ class Launched:
         return self.done is None or self.done.query()
 
     def wait(self) -> list[int]:
-        """The new ids in the order of the plan's draws."""
+        """The new ids in the order of the plan's draws. Raises what `watch` does."""
+        if self.watch is not None:
+            self.watch(lambda: self.ended)
         if self.done is not None:
             self.done.synchronize()
         ids: list[int] = self.ids.tolist()

@@ -30,21 +30,25 @@ class PoolRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Pooled:
-    """Vectors under way. `vectors`: [prompts, hidden] float32, on the host once they have `ended`."""
+    """Vectors under way. `vectors`: [prompts, hidden] float32, on the host once they have `ended`. watch: see
+    `Launched`."""
 
-    _vectors: Tensor
-    _arrived: torch.cuda.Event | None = None
+    vectors: Tensor
+    arrived: torch.cuda.Event | None = None
+    watch: Callable[[Callable[[], bool]], None] | None = None
 
     @property
     def ended(self) -> bool:
         """Whether `wait` would not block."""
-        return self._arrived is None or self._arrived.query()
+        return self.arrived is None or self.arrived.query()
 
     def wait(self) -> Tensor:
         """[prompts, hidden] float32 on the host, in the order of the requests; a row that is lost to NaN holds NaN."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._vectors
+        if self.watch is not None:
+            self.watch(lambda: self.ended)
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.vectors
 
 
 class PromptPooler(Protocol):

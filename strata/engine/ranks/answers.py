@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
 from contextlib import suppress
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from strata.engine.embeddings.pooling import Pooled
-from strata.engine.ranks.messages import Answer, Drawn, PromptScores, TensorValues, Vectors
-from strata.engine.runner import Launched, PromptLogprobs
-from strata.engine.sampler import LogprobTensors
+from strata.engine.ranks.messages import Answer, Drawn, Vectors
+from strata.engine.runner import Launched
 
 
 class Answers:
@@ -45,35 +39,5 @@ class Answers:
 def answer_of(number: int, ended: Launched | Pooled) -> Answer:
     """What rank 0 is told of a step, or of prompts, that have ended. number: of the message that asked for it."""
     if isinstance(ended, Pooled):
-        return Vectors(number, _values(ended.wait()))
-    scores = tuple(PromptScores(one.sequence, one.first, _all_values(one.tensors)) for one in ended.prompt_logprobs)
-    logprobs = None if ended.logprobs is None else _all_values(ended.logprobs)
-    return Drawn(number, tuple(ended.wait()), logprobs, scores)
-
-
-def logprobs_of(told: Drawn) -> LogprobTensors | None:
-    """Of a step's draws."""
-    return None if told.logprobs is None else _logprobs(told.logprobs)
-
-
-def prompt_logprobs_of(told: Drawn) -> tuple[PromptLogprobs, ...]:
-    return tuple(PromptLogprobs(one.sequence, one.first, _logprobs(one.tensors)) for one in told.prompt_logprobs)
-
-
-def tensor_of(values: TensorValues) -> Tensor:
-    array = np.frombuffer(values.values, dtype=np.dtype(values.dtype).newbyteorder("<"))
-    return torch.from_numpy(array.astype(np.dtype(values.dtype)).reshape(values.shape))
-
-
-def _values(tensor: Tensor) -> TensorValues:
-    array = tensor.numpy()
-    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    return TensorValues(array.dtype.name, array.shape, little.tobytes())
-
-
-def _all_values(found: LogprobTensors) -> tuple[TensorValues, ...]:
-    return tuple(_values(one) for one in (found.chosen, found.ranks, found.top_ids, found.top))
-
-
-def _logprobs(values: Sequence[TensorValues]) -> LogprobTensors:
-    return LogprobTensors(*map(tensor_of, values))
+        return Vectors(number, ended.wait())
+    return Drawn(number, tuple(ended.wait()), ended.logprobs, ended.prompt_logprobs)

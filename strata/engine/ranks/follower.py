@@ -66,8 +66,8 @@ class Leader:
         self._beats = Beats(job.beats)
         os.close(job.beats)
         self._beats.keep_beating(self.index)
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._decode: Callable[[bytes], messages.ToFollower] = msgspec.msgpack.Decoder(messages.ToFollower).decode
+        self._encode = messages.encoder()
+        self._decode: Callable[[bytes], messages.ToFollower] = messages.decoder(messages.ToFollower)
         self._done = 0
 
     @property
@@ -193,8 +193,7 @@ class _Steps:
 def _masks(rows: messages.MaskRows) -> MasksUnderWay:
     computed: Future[None] = Future()
     computed.set_result(None)
-    values = torch.from_numpy(np.frombuffer(rows.values, dtype="<i4").astype(np.int32))
-    return MasksUnderWay(computed, values, rows.count, rows.words)
+    return MasksUnderWay(computed, rows.buffer, rows.count, rows.words)
 
 
 def _silent(line: str) -> None:

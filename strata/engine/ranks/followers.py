@@ -76,8 +76,7 @@ class Followers:
         self.size, self.stages = asked.ranks, asked.pipeline_parallel_size
         self._store = world.meeting_place(self.size)
         self._asked, self._log = asked, log
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(messages.ToLeader).decode
+        self._encode, self._decode = messages.encoder(), messages.decoder(messages.ToLeader)
         self._sent = 0
         self._fault: str | None = None
         self._known = threading.Event()  # that there is a fault, or that they have ended

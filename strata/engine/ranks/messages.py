@@ -10,12 +10,19 @@ from __future__ import annotations
 
 import socket
 import struct
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from strata.engine.plan import StepPlan
 from strata.engine.ranks.step_room import StepRoom
+from strata.engine.runner import PromptLogprobs
+from strata.engine.sampler import LogprobTensors
 
 
 class Launch(msgspec.Struct, tag=0, array_like=True, frozen=True):
@@ -33,9 +40,9 @@ class LaunchPart(msgspec.Struct, tag=8, array_like=True, frozen=True):
 
 
 class MaskRows(msgspec.Struct, array_like=True, frozen=True):
-    """The masks of a step's grammars: int32, little-endian, `count` masks of `words` and then a number for each row."""
+    """The masks of a step's grammars, see `MasksUnderWay`."""
 
-    values: bytes
+    buffer: Tensor
     count: int
     words: int
 
@@ -120,42 +127,50 @@ class Failed(msgspec.Struct, tag=1, array_like=True, frozen=True):
     traceback: str
 
 
-class TensorValues(msgspec.Struct, array_like=True, frozen=True):
-    """A tensor of the host, little-endian. dtype: as numpy names it."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    values: bytes
-
-
-class PromptScores(msgspec.Struct, array_like=True, frozen=True):
-    """See `PromptLogprobs` of the runner."""
-
-    sequence: int
-    first: int
-    tensors: tuple[TensorValues, ...]
-
-
 class Drawn(msgspec.Struct, tag=2, array_like=True, frozen=True):
     """What a step has given. number: of the message of rank 0 by which it was drawn, or launched; see `Launched`."""
 
     number: int
     ids: tuple[int, ...]
-    logprobs: tuple[TensorValues, ...] | None
-    prompt_logprobs: tuple[PromptScores, ...]
+    logprobs: LogprobTensors | None
+    prompt_logprobs: tuple[PromptLogprobs, ...]
 
 
 class Vectors(msgspec.Struct, tag=3, array_like=True, frozen=True):
     """The vectors of prompts. number: of the `Pool` that asked for them."""
 
     number: int
-    vectors: TensorValues
+    vectors: Tensor
 
 
 Answer = Drawn | Vectors
 ToLeader = Value | Failed | Drawn | Vectors
 
 _LENGTH = struct.Struct("<I")
+
+
+def encoder() -> Callable[[object], bytes]:
+    return msgspec.msgpack.Encoder(enc_hook=_sent).encode
+
+
+def decoder(kind: Any) -> Callable[[bytes], Any]:
+    return msgspec.msgpack.Decoder(kind, dec_hook=_received).decode
+
+
+def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    """[bytes] of a tensor's elements, on the host."""
+    flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).flatten()  # a size of one has any stride
+    found: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return found
+
+
+def _sent(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), bytes_of(tensor).tobytes()
+
+
+def _received(kind: type, sent: tuple[str, tuple[int, ...], bytes]) -> Tensor:
+    dtype, shape, values = sent
+    return torch.from_numpy(np.frombuffer(values, np.uint8).copy()).view(getattr(torch, dtype)).view(shape)
 
 
 def framed(message: bytes) -> bytes:

@@ -14,10 +14,9 @@ from torch import Tensor
 from strata.engine.grammars.grammar import Masks, MasksUnderWay
 from strata.engine.plan import RankPlans, StepPlan, UndrawnStep
 from strata.engine.ranks import messages
-from strata.engine.ranks.answers import logprobs_of, prompt_logprobs_of
 from strata.engine.ranks.expert_balance import ExpertBalance, RankExperts
 from strata.engine.ranks.followers import Followers
-from strata.engine.ranks.ranked_runner import RankedRunner, WatchedStep, mask_rows, together
+from strata.engine.ranks.ranked_runner import RankedRunner, mask_rows, together
 from strata.engine.ranks.step_room import StepRoom
 from strata.engine.runner import Launched, PromptLogprobs, Runner, Undrawn
 from strata.engine.sampler import LogprobTensors
@@ -52,7 +51,7 @@ class RanksStep:
     arrived: tuple[()] = ()
 
     def __init__(
-        self, plan: RankPlans, own: WatchedStep, numbers: Sequence[int], followers: Followers, *, masked: bool
+        self, plan: RankPlans, own: Launched, numbers: Sequence[int], followers: Followers, *, masked: bool
     ) -> None:
         self.plan, self.masked, self.size = plan, masked, own.size
         self._own, self._numbers, self._followers = own, numbers, followers
@@ -77,11 +76,11 @@ class RanksStep:
     def logprobs(self) -> LogprobTensors | None:
         """Of all draws, with zeros for those of ranks where nobody reports any; known once `wait` has returned."""
         counts = [len(part.draws) for part in self.plan.parts]
-        return joined([self._own.logprobs, *map(logprobs_of, self._told)], counts[: 1 + len(self._told)])
+        return joined([self._own.logprobs, *(told.logprobs for told in self._told)], counts[: 1 + len(self._told)])
 
     @property
     def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
-        return (*self._own.prompt_logprobs, *(one for told in self._told for one in prompt_logprobs_of(told)))
+        return (*self._own.prompt_logprobs, *(one for told in self._told for one in told.prompt_logprobs))
 
 
 def joined(parts: Sequence[LogprobTensors | None], rows: Sequence[int]) -> LogprobTensors | None:
