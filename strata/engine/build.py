@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import secrets
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,6 @@ import torch
 
 from strata.cache.groups import books
 from strata.cache.pages import PageAllocator
-from strata.engine.compilations import Compilations
 from strata.engine.embeddings.pooling import PromptPooler
 from strata.engine.engine_config import EngineConfig
 from strata.engine.grammars.grammar import vocabulary
@@ -38,6 +38,7 @@ from strata.engine.step_cost import step_shares, step_target, step_times
 from strata.engine.warm_up import warm_up
 from strata.engine.watch.step_shares import StepShares
 from strata.hardware.machine import cpu_name
+from strata.kernels.compiled import KINDS, Compiled, Kind, listen
 from strata.models.config import ModelConfig
 from strata.models.generation_config import GenerationDefaults, read_generation_config
 from strata.models.weights import WeightStore, resolve
@@ -242,3 +243,40 @@ def _eos_ids(config: ModelConfig, defaults: GenerationDefaults, tokenizer: Token
     """generation_config.json's, else config.json's, else the tokenizer's."""
     own = tokenizer.eos_ids if tokenizer is not None else ()
     return frozenset(defaults.eos_ids or config.eos_ids or own)
+
+
+_DONE: dict[Kind, str] = {"kernel": "compiled", "cached kernel": "read from the disk"}
+
+
+class Compilations:
+    """Counts what the process compiles and reads from the disk, by kind, between `begin` and `end`.
+
+    The process is one: if it has several engines that are ready, each counts what any of them brings about.
+
+    log: gets a line when something of a kind and name is met for the first time.
+    """
+
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self.counts: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+        self._log = log
+        self._logged: set[tuple[Kind, str]] = set()
+        self._stop: Callable[[], None] = lambda: None
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def begin(self) -> None:
+        self._stop()
+        self._stop = listen(self._count)
+
+    def end(self) -> None:
+        """Count no more; others who count go on."""
+        self._stop()
+
+    def _count(self, compiled: Compiled) -> None:
+        self.counts[compiled.kind] += 1
+        if (compiled.kind, compiled.name) not in self._logged:
+            self._logged.add((compiled.kind, compiled.name))
+            variant = f" ({compiled.variant})" if compiled.variant else ""
+            self._log(f"{_DONE[compiled.kind]} while serving: {compiled.name}{variant}")

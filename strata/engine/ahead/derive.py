@@ -42,7 +42,6 @@ from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.startup.divided_keys import check_gathered_heads
 from strata.engine.startup.packing import Packing
 from strata.engine.startup.sparse_attention import attention_choice
-from strata.engine.steps.runner_config import RunnerConfig, planned_windows
 from strata.engine.warm_up import warm_up
 from strata.graph.cudagraph import Recordings
 from strata.graph.deferred import make_code
@@ -141,23 +140,13 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
         _leave_messages_out(program, has_copies)
     if shard is not None:
         program = replace(program, part=_part(shard))
-    first, *more = groups = groups_of(asked, own, sizes.pool, sizes.max_length)
+    groups = groups_of(asked, own, sizes.pool, sizes.max_length)
     pages = [asked.num_pages or _PAGES] * len(groups)
     held = books(groups, pages, asked.max_sequences, sizes.max_length, None if sizes.states is None else 0)
-    pool, *others = pools(groups, pages, own.num_layers, META)
-    runner_config = RunnerConfig(
-        asked.max_sequences,
-        sizes.max_tokens,
-        sizes.max_length,
-        planned_windows(own, first),
-        own.num_heads,
-        config.vocab_size,
-        only_windows=first.window is not None,
-    )
-    given = [(one, group.window) for one, group in zip(others, more, strict=True) if group.window is not None]
+    kept = pools(groups, pages, own.num_layers, META)
     states = None if sizes.states is None else StatePool(sizes.states, asked.max_sequences + 1, META)
-    runner = _NotingRunner(program, pool, runner_config, META, given, states)
-    runner.record(sizes.recorded)
+    runner = _NotingRunner(program, replace(sizes, groups=groups), own, kept, META, config.vocab_size, states)
+    runner.record(sizes.recorded, sizes.prompt_keys)
     scheduler_config = SchedulerConfig(asked.max_sequences, sizes.max_tokens, sizes.max_length, 0, None)
     scheduler = Scheduler(scheduler_config, held.pages, None, held.windows, held.snapshots)
     return DryEngine(program, EngineLoop(scheduler, runner, run_ahead=True, ledger=_NO_LEDGER), held.filled)

@@ -29,7 +29,7 @@ from strata.engine.runner import PromptLogprobs
 from strata.engine.scheduling.rank_schedulers import RankPages
 from strata.engine.startup.clock import Log
 from strata.engine.watch.request_times import Arrival
-from strata.engine.watch.watch import Watch
+from strata.engine.watch.step_window import Watch
 
 # How often clients hear how the engine stands when they hear nothing else, in seconds.
 REPORT_EVERY = 0.5

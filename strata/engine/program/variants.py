@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
+from numpy.typing import NDArray
 from torch import fx
 
 from strata.comm.operations import Along
 from strata.engine.program.shape import StepShape
 from strata.engine.program.source import StepSource
-from strata.engine.ranks.key_gathers import KeyGathers
 from strata.engine.ranks.token_division import CONTEXT_AXIS
 from strata.graph.compose import copied
 from strata.graph.fuse import fuse_gated_products
@@ -33,7 +35,8 @@ from strata.graph.sparsify_attention import sparsify_attention
 from strata.kernels import tuned
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.choose import thresholds
-from strata.parallel.serving_shard import TENSOR_AXIS
+from strata.models.state import attention_rows
+from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
 
 # Up to so many rows, products that take up norms, gating and residuals were faster than the library's with kernels
 # between them in whole steps of the 0.6B and the 8B shape on an H200; beyond, that depends on the weights.
@@ -224,3 +227,30 @@ VARIANTS: tuple[Callable[[StepSource], Iterator[StepVariant]], ...] = (
 def variants_of(source: StepSource) -> tuple[StepVariant, ...]:
     """Those that a model has, in the order in which they are asked."""
     return tuple(variant for make in VARIANTS for variant in make(source))
+
+
+class KeyGathers(NamedTuple):
+    """key: bytes of a token's keys and values of one layer. joined: of what all ranks find for a token's queries there,
+    in float32."""
+
+    key: int
+    joined: int
+
+    @staticmethod
+    def of(shard: RankShard, dtype: torch.dtype) -> KeyGathers:
+        """Of a rank of a model in `dtype`."""
+        config, rows = shard.config, attention_rows(shard.config)
+        width = config.head_dim if config.latent is None else config.latent.rank
+        heads = shard.kept.ranks * config.num_heads
+        key = rows.tensors * rows.shape[0] * rows.shape[1] * (rows.dtype or dtype).itemsize
+        return KeyGathers(key, 4 * heads * (width + 1))
+
+    def pays(self, counts: NDArray[Any], ends: NDArray[Any], page_tokens: int) -> bool:
+        """Of a step that runs so many tokens of sequences that have so many then, [sequences] each: with prompts, and
+        the keys of all, in as many pages of `page_tokens` as the longest has, are no more bytes than what would be
+        joined. So gathered keys find room where that does."""
+        tokens = int(counts.sum())
+        if tokens == len(counts):
+            return False
+        longest = -(-int(ends.max(initial=0)) // page_tokens) * page_tokens
+        return len(ends) * longest * self.key <= tokens * self.joined

@@ -116,7 +116,7 @@ class OwnTokensRunner(RankedRunner):
         max_sequences: int,
         device: torch.device,
     ) -> None:
-        """experts, balance: see `RankedRunner`. mask_ids, max_sequences: see `RunnerConfig`. device: of rank 0."""
+        """experts, balance: see `RankedRunner`. mask_ids, max_sequences: see `Runner`. device: of rank 0."""
         super().__init__(runner, followers, experts, balance)
         # Of the sequences of all ranks.
         self._slots = [SlotState(max_sequences) for _ in range(followers.size)]

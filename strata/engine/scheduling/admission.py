@@ -8,10 +8,10 @@ from typing import Literal
 
 from strata.cache.pages import PageAllocator
 from strata.engine.request import Sequence
+from strata.engine.scheduling.growth import Windows
 from strata.engine.scheduling.prefixes import Prefixes
 from strata.engine.scheduling.queues import Queues
 from strata.engine.scheduling.room import InLine
-from strata.engine.scheduling.windows import Windows
 
 
 class Admission:

@@ -21,14 +21,12 @@ from strata.engine.scheduling.admission import Admission
 from strata.engine.scheduling.builder import PlanBuilder
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.decode_runs import DecodeRuns
-from strata.engine.scheduling.decodes import Decodes
-from strata.engine.scheduling.growth import Growth
+from strata.engine.scheduling.growth import Decodes, Growth, Windows
 from strata.engine.scheduling.held import NOBODY, Held, Holdup
 from strata.engine.scheduling.prefixes import Prefixes
 from strata.engine.scheduling.queues import Queues, order
 from strata.engine.scheduling.states import States
 from strata.engine.scheduling.statistics import Statistics
-from strata.engine.scheduling.windows import Windows
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

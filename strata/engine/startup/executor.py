@@ -33,7 +33,6 @@ from strata.engine.startup.memory import RankPlace, overlapped_bytes, rank_memor
 from strata.engine.startup.sequences import with_sequences
 from strata.engine.startup.sparse_attention import attention_choice
 from strata.engine.step_cost import token_division
-from strata.engine.steps.runner_config import RunnerConfig, planned_windows
 from strata.graph.buffers import BufferPlan
 from strata.graph.ranks.overlap import SLOTS
 from strata.hardware.figures import Device
@@ -152,27 +151,13 @@ def build_executor(
         ledger = replace(ledger, planned=planned.peak)
         details(planned_line(planned, ledger, sizes.max_tokens))
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
-        pool, *others = pools(sizes.groups, ledger.group_pages, own.num_layers, device)
+        kept = pools(sizes.groups, ledger.group_pages, own.num_layers, device)
         states = None if sizes.states is None else StatePool(sizes.states, ledger.state_rows, device)
-    first, *more = sizes.groups
-    windows, heads = planned_windows(own, first), own.num_heads
     if context is not None and context.size > 1:
         product = DeviceLimits.of(device).product if own_kernels else None
         division = token_division(costed, context, device.type, product)
         program = replace(program, division=division.agreed(rank.least))
-    stages = asked.pipeline_parallel_size
-    runner_config = RunnerConfig(
-        asked.max_sequences,
-        sizes.max_tokens,
-        max_length,
-        windows,
-        heads,
-        mask_ids,
-        stages,
-        only_windows=first.window is not None,
-    )
-    given = [(one, group.window) for one, group in zip(others, more, strict=True) if group.window is not None]
-    runner = Runner(program, pool, runner_config, device, given, states)
+    runner = Runner(program, sizes, own, kept, device, mask_ids, states, asked.pipeline_parallel_size)
     kernels_are_ready = False
     if kernels is not None:
         with clock.phase("kernels"):
@@ -185,7 +170,7 @@ def build_executor(
     with clock.phase("CUDA graphs"):
         fresh, scales = any(size.fresh for size in sizes.recorded), library_scales(model)
         wanted = sizes.library or fresh
-        has_library = wanted and has_library_plan(own, scales, pool, max_length, fresh, log)
+        has_library = wanted and has_library_plan(own, scales, kept[0], max_length, fresh, log)
         if not rank.least(int(has_library)) and wanted:
             sizes = replace(sizes, attends=False)
         if sizes.recorded:
@@ -243,9 +228,9 @@ def _require_alike(device: torch.device, rank: Rank) -> None:
 def _recorded(runner: Runner, sizes: EngineSizes, ledger: Ledger, rank: Rank, kernels_are_ready: bool) -> RecordedSteps:
     """Several ranks record all sizes or cannot go on: in one that does not, messages of other lengths would meet."""
     if rank.size == 1:
-        return runner.record(sizes.recorded, kernels_are_ready=kernels_are_ready)
+        return runner.record(sizes.recorded, sizes.prompt_keys, kernels_are_ready=kernels_are_ready)
     with memory_explained("recording CUDA graphs", ledger):
-        recorded = runner.record(sizes.recorded, all_of_them=True)
+        recorded = runner.record(sizes.recorded, sizes.prompt_keys, all_of_them=True)
     rank.least(0)
     return recorded
 

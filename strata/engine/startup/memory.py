@@ -5,7 +5,9 @@ The start of an engine counts so on the device that is here, a simulation on one
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,8 +16,6 @@ from strata.engine.ledger import DeviceMemory, Ledger, PoolTooSmall, plan_memory
 from strata.engine.ranks.rank import share_of
 from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
 from strata.engine.startup.divided_keys import joining_bytes
-from strata.engine.startup.recurrent_scratch import recurrent_bytes
-from strata.engine.startup.room import options_with_room
 from strata.engine.startup.sparse_attention import choice_bytes
 from strata.graph.passes import passes_of
 from strata.graph.ranks.overlap import SLOTS
@@ -26,8 +26,14 @@ from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.attention.prompt_keys import prompt_keys_bytes
 from strata.kernels.device_limits import DeviceLimits, implementations_for
 from strata.kernels.latent import cuda as latent_cuda
+from strata.kernels.recurrent import delta_chunks_cuda
 from strata.models.config import ModelConfig
+from strata.models.recurrence.gated_delta_config import GatedDeltaConfig
 from strata.parallel.serving_shard import RankShard
+
+if TYPE_CHECKING:
+    from strata.engine.engine_config import EngineConfig
+
 
 # What a process holds of a device before anything is allocated, estimated.
 CONTEXT_BYTES = 1 << 29
@@ -172,3 +178,37 @@ def _scratch_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes,
     heads = config.num_heads * ranks, config.num_kv_heads, config.head_dim
     kind = {"rounded": pool.rounded is not None, "some": some}
     return decode_attention_cuda.scratch_bytes(rows, keys, *heads, pool.dtype, **kind)
+
+
+def recurrent_bytes(asked: EngineConfig, config: ModelConfig, max_tokens: int, dtype: torch.dtype) -> int:
+    """On a GPU, in the largest step, whose padding may be one more sequence. config: of a rank. In deterministic mode a
+    state goes from token to token."""
+    delta = config.recurrence
+    if asked.deterministic or not isinstance(delta, GatedDeltaConfig):
+        return 0
+    heads = delta.heads, delta.key_dim, delta.value_dim
+    return delta_chunks_cuda.scratch_bytes(max_tokens, asked.max_sequences + 1, *heads, dtype)
+
+
+_RANKS = (2, 4, 8)
+
+
+def options_with_room(asked: EngineConfig, plan: Callable[[EngineConfig], object]) -> list[str]:
+    """The fewest ranks that have room, and weights in 8 bits if they have: each alone, as `LLM` takes them.
+
+    plan: divides the memory for other options; raises ValueError where it does not suffice, or they cannot be.
+    """
+
+    def has_room(**other: Any) -> bool:
+        try:
+            plan(replace(asked, **other))
+        except ValueError:
+            return False
+        return True
+
+    more = (size for size in _RANKS if size > asked.tensor_parallel_size)
+    ranks = next((size for size in more if has_room(tensor_parallel_size=size)), None)
+    found = [] if ranks is None else [f"tensor_parallel_size={ranks}"]
+    if asked.quantization is None and asked.sparsity is None and has_room(quantization="fp8"):
+        found.append("quantization='fp8'")
+    return found

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from strata.engine.loop import StepTiming
 from strata.engine.scheduling.held import Holdup
-from strata.engine.watch.request_times import StepSeconds
-from strata.engine.watch.step_shares import StepLook
+from strata.engine.watch.request_times import RequestTimes, StepSeconds
+from strata.engine.watch.step_shares import StepLook, StepShares
 from strata.engine.watch.verdict import Shares, Standing, standing
 
 WINDOW_SECONDS = 10
@@ -121,3 +122,28 @@ class StepWindow:
 def _bound(bounds: dict[str, float]) -> Literal["compute", "memory", "communication"]:
     largest = max(bounds, key=lambda bound: bounds[bound], default="memory")
     return "compute" if largest == "compute" else "communication" if largest == "communication" else "memory"
+
+
+# How often it is looked how an engine stands, in seconds.
+LOOK_EVERY = 0.5
+
+
+class Watch:
+    """requests: their ledgers. ranks: with sequences of their own. records: steps are meant to replay recordings."""
+
+    def __init__(self, shares: StepShares, *, ranks: int = 1, records: bool = False) -> None:
+        self._shares = shares
+        self.requests = RequestTimes(has_floor=shares.floors is not None, ranks=ranks)
+        self._window = StepWindow(records=records)
+        self._standings, self._looked = Standings(), -math.inf
+
+    def step(self, timing: StepTiming) -> None:
+        """A step has ended; its sequences have not yet."""
+        look = self._shares.look(timing.plan)
+        self._window.step(timing, look, self.requests.step(timing, look))
+
+    def standings(self, now: float, compiled: int) -> Standings:
+        """How the engine stood lately. compiled: kernels since it was ready."""
+        if now - self._looked >= LOOK_EVERY:
+            self._standings, self._looked = self._window.standings(now, compiled), now
+        return self._standings

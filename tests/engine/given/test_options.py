@@ -25,7 +25,7 @@ from strata.engine.given.options import VLLM_OPTIONS
 from strata.engine.given.segments import Content, positions
 from strata.engine.plan import PlanArrays, StepPlan, Tags
 from strata.engine.request import Request
-from strata.engine.routing.held_prefixes import BLOCK_TOKENS, prefix_keys
+from strata.engine.routing.router import BLOCK_TOKENS, prefix_keys
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.steps.slots import SlotState

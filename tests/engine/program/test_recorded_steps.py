@@ -82,7 +82,7 @@ def recording(
     runner = llm.engine.loop._runner
     tables = runner._tables
     tables.on_device, tables._shared = torch.zeros(tables.rows.shape, dtype=torch.int32), False
-    return llm, runner.record(SIZES, kernels_are_ready=kernels_are_ready)
+    return llm, runner.record(SIZES, 1 << 20, kernels_are_ready=kernels_are_ready)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.watch.request_ledger import PARTS, Part, RequestLedger, ended_at
 from strata.engine.watch.request_times import KEPT, MOST_TOLD, Arrival, RequestTimes
 from strata.engine.watch.step_shares import StepLook, StepShares
-from strata.engine.watch.watch import Watch
+from strata.engine.watch.step_window import Watch
 from tests.engine.simulated import (
     SECONDS_A_STEP,
     SECONDS_A_TOKEN,
