@@ -17,23 +17,20 @@ from strata.cache.pages import PageAllocator
 from strata.engine.embeddings.pooling import PromptPooler
 from strata.engine.engine_config import EngineConfig
 from strata.engine.grammars.grammar import vocabulary
-from strata.engine.ledger import Ledger
 from strata.engine.loop import EngineLoop
-from strata.engine.program.program import StepProgram
 from strata.engine.ranks.expert_balance import ExpertBalance
 from strata.engine.ranks.followers import Followers
 from strata.engine.ranks.own_tokens_runner import OwnTokensRunner
 from strata.engine.ranks.rank import OneRank, share_of
 from strata.engine.ranks.ranked_runner import RankedPooler, RankedRunner
-from strata.engine.recorded_steps import REASONS, RecordedSteps
+from strata.engine.recorded_steps import REASONS
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.rank_schedulers import RankPages, RankSchedulers
 from strata.engine.scheduling.scheduler import Scheduler
+from strata.engine.startup.checks import check_states, without_effect
 from strata.engine.startup.clock import Log, StartupClock, collector_off
 from strata.engine.startup.executor import Executor, build_executor
-from strata.engine.startup.experts_of_ranks import without_effect
-from strata.engine.startup.kept_states import check_states
 from strata.engine.step_cost import step_shares, step_target, step_times
 from strata.engine.warm_up import warm_up
 from strata.engine.watch.step_shares import StepShares
@@ -41,42 +38,38 @@ from strata.hardware.machine import cpu_name
 from strata.kernels.compiled import KINDS, Compiled, Kind, listen
 from strata.models.config import ModelConfig
 from strata.models.generation_config import GenerationDefaults, read_generation_config
-from strata.models.weights import WeightStore, resolve
+from strata.models.weights import resolve
 from strata.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Engine:
-    """An engine and what it was made of.
+class Engine(Executor):
+    """An engine and what it was made of; of several ranks with the executor of the first, whose weights tell the others
+    what changes them.
 
-    weights: of `model` (of the first rank), which may change between steps; what changes them tells the other ranks.
     bad_words: id sequences that no output may complete, whatever it asks for.
     compilations: what has been compiled in the process since the engine was ready.
-    recorded: steps that replay CUDA graphs, and counts of those that do not; None if none is to.
     ranks: what runs steps on all of several ranks; None where there is one.
-    program: what its steps run, of the first rank.
     shares: what can be told of a step by its plan.
     """
 
     loop: EngineLoop
     pages: PageAllocator | RankPages
-    pooler: PromptPooler
-    model: torch.nn.Module
-    weights: WeightStore
     config: ModelConfig
     tokenizer: Tokenizer | None
     default_params: SamplingParams
     bad_words: tuple[tuple[int, ...], ...]
     eos_ids: frozenset[int]
-    ledger: Ledger
     startup: dict[str, float]
-    max_model_len: int
     device: torch.device
     compilations: Compilations
-    recorded: RecordedSteps | None
     ranks: RankedRunner | None
-    program: StepProgram
     shares: StepShares
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.max_length
 
     def ready_line(self) -> str:
         """How it stands once it is made, in a line."""
@@ -162,24 +155,18 @@ def _build(
     gc.freeze()
     details(clock.line())
     engine = Engine(
+        **vars(executor) | {"pooler": pooler},
         loop=loop,
         pages=pages,
-        pooler=pooler,
-        model=executor.model,
-        weights=executor.weights,
         config=config,
         tokenizer=tokenizer,
         default_params=default_params,
         bad_words=_bad_words(config, defaults, eos_ids),
         eos_ids=eos_ids,
-        ledger=ledger,
         startup=clock.phases,
-        max_model_len=executor.max_length,
         device=device,
         compilations=compilations,
-        recorded=recorded,
         ranks=ranks,
-        program=executor.program,
         shares=shares,
     )
     if followers is not None and recorded is not None:

@@ -16,16 +16,19 @@ from strata.cache.groups import PageGroup, page_groups
 from strata.cache.pool import PoolShape
 from strata.cache.state_pool import StateShape
 from strata.cache.tables import BufferShape
-from strata.engine.compatibility import check_compatible
 from strata.engine.given.options import check_types, own_options
 from strata.engine.program.sizes import LIBRARY_TOKENS, recorded_sizes
 from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
 from strata.engine.sampling_params import RANGES, check_integer
 from strata.engine.scheduling.room import SERVER_TTFT_MS
-from strata.engine.startup.divided_keys import check_divided_keys
-from strata.engine.startup.experts_of_ranks import check_experts
-from strata.engine.startup.kept_states import check_states, keeps_all
-from strata.engine.startup.narrow_messages import check_messages
+from strata.engine.startup.checks import (
+    check_compatible,
+    check_divided_keys,
+    check_experts,
+    check_messages,
+    check_states,
+    keeps_all,
+)
 from strata.engine.startup.packing import NOTHING_PACKED, Packing
 from strata.engine.startup.sparse_attention import SPARSE_SIZES, check_sparse_attention
 from strata.graph.passes import passes_of

@@ -14,19 +14,26 @@ from strata.engine.faults import EngineFault, out_of_memory
 from strata.engine.grammars.matchers import explain, takes_end
 from strata.engine.plan import StepPlan, TransferEnd, UndrawnStep
 from strata.engine.request import Request, Sequence, Update
-from strata.engine.scheduling.held import Held
+from strata.engine.scheduling.config import Held
 from strata.engine.scheduling.late_launch import LateLaunch
 from strata.engine.scheduling.rank_schedulers import RankSchedulers
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.text.counted import counted
 
-if TYPE_CHECKING:  # what a device gives and takes passes through the loop unread
+if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from strata.engine.ledger import Ledger
     from strata.engine.runner import PromptLogprobs
     from strata.engine.sampler import LogprobTensors
-    from strata.engine.steps.observer import StepObserver
+
+
+class StepObserver(Protocol):
+    """Told, while the host enqueues a step, where its work on the device begins and where it ends."""
+
+    def begin(self, plan: StepPlan) -> None: ...
+
+    def end(self) -> None: ...
 
 
 class LaunchedStep(Protocol):

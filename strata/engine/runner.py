@@ -13,12 +13,13 @@ from torch import Tensor
 
 from strata.cache.block_tables import BlockTables, table_pages
 from strata.cache.pool import KVPool
-from strata.cache.staging import Staging
+from strata.cache.staging import Staging, send
 from strata.cache.state_pool import StatePool
 from strata.cache.tables import BufferShape, StepBuffer
 from strata.engine.engine_config import EngineSizes
 from strata.engine.grammars.grammar import Masks, MasksUnderWay
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS
+from strata.engine.loop import StepObserver
 from strata.engine.plan import PlanArrays, StepPlan, UndrawnStep
 from strata.engine.program.inputs import DrawStep
 from strata.engine.program.program import StepChoice, StepProgram
@@ -28,9 +29,7 @@ from strata.engine.ranks.token_division import RankStep
 from strata.engine.recorded_steps import RecordedSteps, draw_inputs, step_inputs
 from strata.engine.sampler import DrawRow, LogprobTensors, Sampler
 from strata.engine.steps.groups import WindowSteps
-from strata.engine.steps.observer import StepObserver
 from strata.engine.steps.slots import SlotState, meets
-from strata.engine.transfer import send
 from strata.graph.cudagraph import CudaGraphs, Recordings
 from strata.kernels.sampling.sampling import likeliest
 from strata.models.config import ModelConfig

@@ -39,7 +39,7 @@ from strata.engine.sampler import DrawInputs, LogprobTensors, Sampler, draw_ids
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
-from strata.engine.startup.divided_keys import check_gathered_heads
+from strata.engine.startup.checks import check_gathered_heads
 from strata.engine.startup.packing import Packing
 from strata.engine.startup.sparse_attention import attention_choice
 from strata.engine.warm_up import warm_up

@@ -31,7 +31,6 @@ from strata.engine.faults import EngineFault, out_of_memory
 from strata.engine.grammars.grammar import MasksUnderWay
 from strata.engine.lifeline import end_with_parent
 from strata.engine.ranks import messages, world
-from strata.engine.ranks.answers import answer_of
 from strata.engine.ranks.beats import Beats
 from strata.engine.runner import Launched, Undrawn
 from strata.engine.startup.clock import StartupClock, collector_off
@@ -107,9 +106,7 @@ class Leader:
         """See `Rank`."""
         self.least(0)
         store = world.store_at(self._port, self.size)
-        asked = self._asked
-        mesh = asked.axis_sizes, device, asked.decode_context_parallel_size, asked.all_reduce_group_size
-        return world.join(store, self.index, *mesh)[1]
+        return world.join(store, self.index, self._asked, device)[1]
 
 
 class _Steps:
@@ -128,7 +125,7 @@ class _Steps:
     def report(self) -> bool:
         """Tell what has ended, if this rank does; whether more will."""
         while self._tells and self._under_way and self._under_way[0][1].ended:
-            self._leader.tell(answer_of(*self._under_way.popleft()))
+            self._leader.tell(_answer(*self._under_way.popleft()))
         return self._tells and bool(self._under_way)
 
     def do(self, message: messages.ToFollower) -> int | None:
@@ -137,14 +134,11 @@ class _Steps:
             if not self._tells and len(self._under_way) > self._stages:  # a runner has buffers for one more
                 self._under_way.popleft()[1].wait()
             self._runner.learn(message.drawn)
-            self._note(self._runner.launch(message.plan))
-        elif isinstance(message, messages.LaunchPart):
             self._note(self._runner.launch(message.plan, message.room))
         elif isinstance(message, messages.DrawStep):
-            self._draw(message)
-        elif isinstance(message, messages.DrawPart):
-            if message.step is not None:
-                self._draw(message.step)
+            if self._undrawn is not None:
+                masks = None if message.masks is None else _masks(message.masks)
+                self._note(self._runner.draw(replace(self._undrawn, complete=message.complete, masks=masks)))
         elif isinstance(message, messages.Pool):
             vectors = self._executor.pooler.launch([PoolRequest(*prompt) for prompt in message.prompts])
             if self._tells and self._stages > 1:  # else rank 0 has them too
@@ -177,17 +171,19 @@ class _Steps:
             assert write is not None
             write()
 
-    def _draw(self, message: messages.DrawStep) -> None:
-        assert self._undrawn is not None
-        masks = _masks(message.masks) if message.masks is not None else None
-        self._note(self._runner.draw(replace(self._undrawn, complete=message.complete, masks=masks)))
-
     def _note(self, step: Launched | Undrawn) -> None:
         if isinstance(step, Undrawn):
             self._undrawn = step
         else:
             self._undrawn = None
             self._under_way.append((self._leader.number, step))
+
+
+def _answer(number: int, ended: Launched | Pooled) -> messages.Answer:
+    """What rank 0 is told of a step, or of prompts, that have ended. number: of the message that asked for it."""
+    if isinstance(ended, Pooled):
+        return messages.Vectors(number, ended.wait())
+    return messages.Drawn(number, tuple(ended.wait()), ended.logprobs, ended.prompt_logprobs)
 
 
 def _masks(rows: messages.MaskRows) -> MasksUnderWay:

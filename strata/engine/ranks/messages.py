@@ -26,17 +26,12 @@ from strata.engine.sampler import LogprobTensors
 
 
 class Launch(msgspec.Struct, tag=0, array_like=True, frozen=True):
-    """Run a step. drawn: (slot, id) that have become known since the step before, of several stages."""
+    """Run a step. drawn: (slot, id) that have become known since the step before, of several stages. room: of the steps
+    of all ranks, where the plan is of sequences that this one alone has."""
 
     plan: StepPlan
     drawn: tuple[tuple[int, int], ...] = ()
-
-
-class LaunchPart(msgspec.Struct, tag=8, array_like=True, frozen=True):
-    """Run a step of sequences that this rank alone has. room: of the steps of all ranks."""
-
-    plan: StepPlan
-    room: StepRoom
+    room: StepRoom | None = None
 
 
 class MaskRows(msgspec.Struct, array_like=True, frozen=True):
@@ -48,16 +43,10 @@ class MaskRows(msgspec.Struct, array_like=True, frozen=True):
 
 
 class DrawStep(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """Draw the step that waits for its masks. complete: see `Undrawn`."""
+    """Draw the step that waits for its masks, if one does. complete: see `Undrawn`."""
 
-    complete: tuple[bool, ...]
-    masks: MaskRows | None
-
-
-class DrawPart(msgspec.Struct, tag=9, array_like=True, frozen=True):
-    """Draw the step that waits for its masks, if this rank's does."""
-
-    step: DrawStep | None
+    complete: tuple[bool, ...] = ()
+    masks: MaskRows | None = None
 
 
 class Settle(msgspec.Struct, tag=2, array_like=True, frozen=True):
@@ -106,10 +95,7 @@ class End(msgspec.Struct, tag=6, array_like=True, frozen=True):
     """End the process."""
 
 
-ToFollower = (
-    Launch | LaunchPart | DrawStep | DrawPart | Settle | Pool | Agree | CompareIds | MoveExperts | WeightBytes
-    | UpdateWeight | End
-)  # fmt: skip
+ToFollower = Launch | DrawStep | Settle | Pool | Agree | CompareIds | MoveExperts | WeightBytes | UpdateWeight | End
 
 
 class Value(msgspec.Struct, tag=0, array_like=True, frozen=True):

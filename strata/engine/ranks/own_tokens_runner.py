@@ -134,7 +134,7 @@ class OwnTokensRunner(RankedRunner):
         waiting = tuple(meets(slots.constrained, [draw.slot for draw in part.draws]) for slots, part in parts)
         with together(self._followers):
             self._move_experts()
-            number = self._followers.send_each([messages.LaunchPart(part, room) for part in plan.parts[1:]])
+            number = self._followers.send_each([messages.Launch(part, room=room) for part in plan.parts[1:]])
             own = self._runner.launch(plan.parts[0], room)
         if any(waiting):
             return RanksUndrawn(plan, own, number, waiting)
@@ -155,14 +155,14 @@ class OwnTokensRunner(RankedRunner):
     def draw(self, step: RanksUndrawn) -> RanksStep:  # type: ignore[override]
         with together(self._followers):
             told = [
-                None if one is None else messages.DrawStep(one.complete, mask_rows(one.masks)) for one in step.masked
+                messages.DrawStep(*(() if one is None else (one.complete, mask_rows(one.masks)))) for one in step.masked
             ]
-            number = self._followers.send_each([messages.DrawPart(one) for one in told[1:]])
+            number = self._followers.send_each(told[1:])
             own, first = step.own, step.masked[0]
             if isinstance(own, Undrawn):
                 assert first is not None
                 own = self._runner.draw(replace(own, complete=first.complete, masks=first.masks))
-            numbers = [step.number if one is None else number for one in told[1:]]
+            numbers = [step.number if one is None else number for one in step.masked[1:]]
             masked = any(one is not None and one.masks is not None for one in step.masked)
             return RanksStep(step.plan, self._watched(own), numbers, self._followers, masked=masked)
 

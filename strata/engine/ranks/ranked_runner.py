@@ -17,14 +17,13 @@ from torch import Tensor
 from strata.engine.embeddings.pooling import Pooled, Pooler, PoolRequest
 from strata.engine.faults import EngineFault
 from strata.engine.grammars.grammar import MasksUnderWay
-from strata.engine.loop import LaunchedStep
+from strata.engine.loop import LaunchedStep, StepObserver
 from strata.engine.plan import StepPlan
 from strata.engine.ranks import messages
 from strata.engine.ranks.expert_balance import ExpertBalance, RankExperts
 from strata.engine.ranks.followers import STEP_SECONDS, Followers
 from strata.engine.runner import Launched, PromptLogprobs, Runner, Undrawn
 from strata.engine.sampler import LogprobTensors
-from strata.engine.steps.observer import StepObserver
 
 # How long rank 0 sleeps between two looks at its device, in seconds: a rank that ends meanwhile leaves it waiting for
 # ever, so it must not wait inside the driver.

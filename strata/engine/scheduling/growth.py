@@ -1,18 +1,22 @@
-"""Pages for sequences that run, and whose are taken for them when there are no more."""
+"""Pages for sequences: those that they begin with, those that they grow into, and whose are taken when there are no
+more."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listed
+from itertools import chain
+from typing import Literal
 
-from strata.cache.pages import PageAllocator
+from strata.cache.pages import PageAllocator, SharedKeys
 from strata.cache.window_pages import WindowPages
-from strata.engine.plan import Chunk, WindowEntries
+from strata.engine.plan import Chunk, StepPlan, WindowEntries
 from strata.engine.request import Sequence
 from strata.engine.scheduling.builder import PlanBuilder
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.prefixes import Prefixes
 from strata.engine.scheduling.queues import Queues
+from strata.engine.scheduling.room import InLine
 from strata.engine.scheduling.states import States
 
 
@@ -94,6 +98,87 @@ class Windows:
         """Tokens that have pages once a chunk has ended at `end`: the last one of a sequence that was preempted may be
         run as a decode, which takes none as long as those of all tokens suffice."""
         return end + (end == len(sequence.tokens) - 1)
+
+
+class Admission:
+    """Finds and takes the pages of those that are to run."""
+
+    def __init__(self, pages: PageAllocator, prefixes: Prefixes, queues: Queues, windows: Windows | None) -> None:
+        self._pages, self._prefixes, self._queues, self._windows = pages, prefixes, queues, windows
+        self._coming = prefixes.transfers.keys
+        self._refusal: tuple[Sequence, int, tuple[int, ...]] | None = None
+
+    def clear(self) -> None:
+        """Forget who was refused, and when."""
+        self._refusal = None
+
+    @property
+    def stays_refused(self) -> bool:
+        """Whether the first that waits was refused for want of pages and will be as long as those that run only grow.
+        With a prefix tree it is looked for anew, which counts as a use of what is found."""
+        if self._refusal is None or self._prefixes.has_tree or not self._queues.waiting:
+            return False
+        sequence, room, _ = self._refusal
+        has_no_more = self._pages.free + self._pages.idle - len(self._queues.running) <= room
+        return has_no_more and sequence is self._queues.waiting[0]
+
+    def find(self, sequence: Sequence, reserved: int) -> list[int] | Literal["loading"] | None:
+        """The cached pages that a waiting sequence begins with, now its own; None if it must wait for others to end, or
+        "loading" for pages that come from elsewhere, from now on if not already. reserved: pages that it has to leave
+        to others."""
+        if sequence.awaited in self._coming:
+            return "loading"
+        # A page is left for each running sequence: what is admitted must not be preempted at once.
+        reserved += len(self._queues.running)
+        room = self._pages.free + self._pages.idle - reserved
+        refusal = sequence, room, () if self._windows is None else self._windows.room
+        # An id that is under way (the sequence was preempted just now) is on the device in its former slot only.
+        if sequence.pending or self._refusal == refusal:
+            return None
+        found = self._prefixes.match(sequence)
+        if self._coming and (next_page := self._prefixes.next_page(sequence, found)) in self._coming:
+            self._prefixes.release(found)
+            sequence.awaited = next_page
+            return "loading"
+        lacks = self.wanted(sequence, found) > self._pages.free + self._pages.idle - reserved
+        if lacks or (self._windows is not None and self._windows.lack(self.wanted(sequence, found), found, reserved)):
+            self._prefixes.release(found)
+            self._refusal = refusal
+            return None
+        self._refusal = None
+        return "loading" if self._prefixes.bring(sequence, found) else found
+
+    def in_line(self, prefilling: list[Sequence], now: float) -> Iterator[InLine]:
+        """Whose prompts nothing but other prompts holds up: those that run, and those that could. now: seconds, by the
+        clock of `Scheduler.schedule`."""
+        for sequence in chain(prefilling, self._able()):
+            if sequence.in_line is None:
+                sequence.in_line, sequence.cached = now, self._prefixes.cached(sequence)
+            known = sequence.computed if sequence.pages else sequence.cached
+            yield InLine(known, len(sequence.tokens) - known, now - sequence.in_line)
+
+    def _able(self) -> Iterator[Sequence]:
+        """Those that wait and find slots and pages, even if none is cached. The others wait for those that run to end,
+        however many tokens of prompts a step takes."""
+        room = self._pages.free + self._pages.idle - len(self._queues.running)
+        for sequence in self._queues.waiting[: self._queues.free_slots]:
+            wanted = self._pages.pages_for(len(sequence.tokens))
+            if wanted > room:
+                return
+            room -= wanted + 1  # the one that is left for each that runs
+            yield sequence
+
+    def wanted(self, sequence: Sequence, found: list[int]) -> int:
+        """How many pages a sequence needs behind those that were found for it."""
+        return self._pages.pages_for(len(sequence.tokens)) - len(found)
+
+    def take(self, sequence: Sequence, found: list[int]) -> list[int]:
+        """All pages of what a sequence has to prefill, behind those that were found for it."""
+        wanted, pages = self.wanted(sequence, found), list(found)
+        self._prefixes.evict(max(0, wanted - self._pages.free))
+        for _ in range(wanted):
+            pages.append(self._pages.allocate(after=pages[-1] if pages else None))
+        return pages
 
 
 class Growth:
@@ -251,3 +336,77 @@ class Decodes:
         if not self._growth.spares(sequence, sequence.computed + most):
             return 1
         return self._states.before_drafts(sequence, most, builder)
+
+
+class DecodeRuns:
+    """What many rounds of `Scheduler.schedule` and `Scheduler.complete` come to while every one of them decodes for the
+    same sequences, none of which ends, comes or goes.
+
+    Nobody is told of the plans, so this is for simulations: what it leaves is what the rounds would have left, pages
+    and their order included.
+    """
+
+    def __init__(
+        self, pages: PageAllocator, prefixes: Prefixes, queues: Queues, admission: Admission, draws: int
+    ) -> None:
+        """draws: the most ids that a step brings a sequence; there are no runs if that is more than one."""
+        self._pages, self._prefixes, self._queues, self._admission = pages, prefixes, queues, admission
+        self._draws = draws
+
+    @property
+    def sequences(self) -> Listed[Sequence]:
+        """Those that run, in order."""
+        return self._queues.running
+
+    @property
+    def shared(self) -> SharedKeys:
+        """What they share, which stays as it is: they grow by pages of their own."""
+        return self._pages.shared
+
+    def longest(self, plan: StepPlan) -> int:
+        """How many rounds can be taken at once behind `plan`, the only one that is not completed; 0 if none can."""
+        running, size = self._queues.running, self._pages.page_size
+        if not running or plan.tokens != len(plan.chunks) or len(plan.chunks) != len(running) or self._draws > 1:
+            return 0
+        # Pages of windows come and go as sequences grow, and plans say when snapshots are taken.
+        if self._prefixes.windows or self._prefixes.states.there_are:
+            return 0
+        if self._queues.waiting and self._queues.free_slots and not self._admission.stays_refused:
+            return 0
+        rounds = min([sequence.max_length - len(sequence.tokens) for sequence in running]) - 1
+        for sequence in running:
+            computed = sequence.computed
+            decodes = sequence.pending == 1 and computed == len(sequence.tokens) >= sequence.prompt_length
+            if not decodes or not sequence.verified or sequence.long_bad_words:
+                return 0
+            if computed % size and self._pages.is_shared(sequence.pages[-1]):
+                return 0
+        room = self._pages.free + self._pages.idle
+        while rounds > 0 and self._wanted(rounds) > room:
+            rounds //= 2
+        return max(0, rounds)
+
+    def take(self, rounds: int, drawn: Callable[[Sequence, int], Listed[int]]) -> None:
+        """Take so many rounds, at most `longest` of them. drawn: the next ids of a sequence, so many; none of them ends
+        it."""
+        size = self._pages.page_size
+        growing: list[tuple[int, int]] = []  # round and place of each that needs a page in it
+        for place, sequence in enumerate(self._queues.running):
+            first = len(sequence.pages) * size - sequence.computed
+            if first < rounds:
+                growing += ((each, place) for each in range(first, rounds, size))
+            sequence.tokens += drawn(sequence, rounds)
+            sequence.computed += rounds
+        self._queues.ended = []
+        growing.sort()
+        for _, place in growing:
+            pages = self._queues.running[place].pages
+            if not self._pages.free:
+                self._prefixes.evict(1)
+            pages.append(self._pages.allocate(after=pages[-1]))
+            self._queues.running[place].sent_pages = len(pages)
+
+    def _wanted(self, rounds: int) -> int:
+        """Pages that so many rounds need."""
+        pages_for = self._pages.pages_for
+        return sum([pages_for(one.computed + rounds) - len(one.pages) for one in self._queues.running])

@@ -7,9 +7,8 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 from itertools import chain
 
-from strata.cache.elsewhere import Elsewhere
 from strata.cache.pages import PageAllocator
-from strata.cache.prefix import PrefixTree
+from strata.cache.prefix import Elsewhere, PrefixTree
 from strata.cache.window_pages import WindowPages
 from strata.engine.plan import TransferEnd
 from strata.engine.request import Sequence, Status

@@ -13,10 +13,8 @@ from strata.cache.prefix import PrefixTree
 from strata.engine.plan import NOTHING, RankPlans, StepPlan, TransferEnd
 from strata.engine.request import Request, Sequence, Update
 from strata.engine.routing.router import Route, Router
-from strata.engine.scheduling.config import SchedulerConfig
-from strata.engine.scheduling.held import Held
+from strata.engine.scheduling.config import Held, SchedulerConfig, Statistics
 from strata.engine.scheduling.scheduler import Scheduler
-from strata.engine.scheduling.statistics import Statistics
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

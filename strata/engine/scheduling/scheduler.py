@@ -10,23 +10,18 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Listed
 from typing import TYPE_CHECKING
 
-from strata.cache.elsewhere import Elsewhere
 from strata.cache.pages import NONE_SHARED, PageAllocator
-from strata.cache.prefix import PrefixTree
+from strata.cache.prefix import Elsewhere, PrefixTree
 from strata.cache.snapshots import Snapshots
 from strata.cache.window_pages import WindowPages
 from strata.engine.plan import REJECTED, Chunk, Draw, StepPlan, TransferEnd
 from strata.engine.request import Request, Sequence, Status, Update, new_sequence
-from strata.engine.scheduling.admission import Admission
 from strata.engine.scheduling.builder import PlanBuilder
-from strata.engine.scheduling.config import SchedulerConfig
-from strata.engine.scheduling.decode_runs import DecodeRuns
-from strata.engine.scheduling.growth import Decodes, Growth, Windows
-from strata.engine.scheduling.held import NOBODY, Held, Holdup
+from strata.engine.scheduling.config import NOBODY, Held, Holdup, SchedulerConfig, Statistics
+from strata.engine.scheduling.growth import Admission, DecodeRuns, Decodes, Growth, Windows
 from strata.engine.scheduling.prefixes import Prefixes
 from strata.engine.scheduling.queues import Queues, order
 from strata.engine.scheduling.states import States
-from strata.engine.scheduling.statistics import Statistics
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

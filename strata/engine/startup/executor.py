@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from strata.cache.block_tables import table_pages
 from strata.cache.groups import PageGroup, pools
+from strata.cache.pool import KVPool
 from strata.cache.state_pool import StatePool
 from strata.comm.mesh import Axis
 from strata.comm.peer_copies import with_peer_copies
-from strata.engine.embeddings.pooling import Pooler
+from strata.engine.embeddings.pooling import Pooler, PromptPooler
 from strata.engine.engine_config import EngineConfig, EngineSizes, library_limit
 from strata.engine.faults import memory_explained
 from strata.engine.ledger import GIB, Ledger
@@ -24,11 +26,10 @@ from strata.engine.program.source import Target
 from strata.engine.ranks.expert_balance import RankExperts
 from strata.engine.ranks.rank import Rank
 from strata.engine.ranks.token_division import CONTEXT_AXIS
-from strata.engine.recorded_steps import RecordedSteps
+from strata.engine.recorded_steps import RecordedSteps, fresh_rows_of, gathered_rows_of
 from strata.engine.runner import Runner
+from strata.engine.startup.checks import check_gathered_heads
 from strata.engine.startup.clock import Log, StartupClock
-from strata.engine.startup.divided_keys import check_gathered_heads
-from strata.engine.startup.library import has_library_plan, library_scales, without_library
 from strata.engine.startup.memory import RankPlace, overlapped_bytes, rank_memory, rank_part
 from strata.engine.startup.sequences import with_sequences
 from strata.engine.startup.sparse_attention import attention_choice
@@ -37,8 +38,11 @@ from strata.graph.buffers import BufferPlan
 from strata.graph.ranks.overlap import SLOTS
 from strata.hardware.figures import Device
 from strata.hardware.specs import recognize
+from strata.kernels.attention.cudnn_plan import PlanShape, plan_for
+from strata.kernels.attention.virtual_sequences import MAX_TOKENS
 from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
 from strata.models.config import ModelConfig
+from strata.models.layers import Attention
 from strata.models.weights import WeightStore
 from strata.parallel.serving_shard import TENSOR_AXIS
 
@@ -56,7 +60,7 @@ class Executor:
     model: torch.nn.Module
     weights: WeightStore
     runner: Runner
-    pooler: Pooler
+    pooler: PromptPooler
     recorded: RecordedSteps | None
     ledger: Ledger
     costed: MetaModel
@@ -251,3 +255,36 @@ def _runs_own_kernels(asked: EngineConfig, device: torch.device, log: Log) -> bo
         raise ValueError(f"{limit}: deterministic=True needs Strata's own kernels here; leave it out")
     log(f"{limit}: the library's implementations and the references run instead, without CUDA graphs")
     return False
+
+
+def library_scales(model: torch.nn.Module) -> set[float]:
+    """What the layers that cuDNN can attend for multiply their scores by: a plan is made for each, mostly one."""
+    specs = (module.spec for module in model.modules() if isinstance(module, Attention))
+    return {spec.scale for spec in specs if spec.window is None}
+
+
+def has_library_plan(
+    config: ModelConfig, scales: set[float], pool: KVPool, max_length: int, fresh: bool, log: Log
+) -> bool:
+    """Make the plans that layers share, of which the first takes a second; fresh: also for steps over their own keys.
+    False, once a line has said why, if that fails."""
+    heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
+    page_size = pool.shape.page_size
+    rows = [(fresh_rows_of(heads, pool.shape), MAX_TOKENS)] if fresh else []
+    if pool.shape.rounded is None:
+        rows.append((gathered_rows_of(heads, pool.shape), table_pages(max_length, page_size) * page_size))
+    try:
+        for scale in sorted(scales):
+            for own, longest in rows:
+                vectors = own.queries, own.keys, own.values
+                shape = PlanShape(pool.shape.dtype, heads, kv_heads, width, *vectors, longest, scale)
+                plan_for(shape, pool.keys[0].device)
+    except Exception as error:  # the library's own kinds, and those of a front end that does not fit it
+        log(without_library(str(error).strip().partition("\n")[0]))
+        return False
+    return True
+
+
+def without_library(reason: str) -> str:
+    """The line that says that steps run without it."""
+    return f"steps attend for prompts without cuDNN: {reason}"

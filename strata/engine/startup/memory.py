@@ -15,7 +15,6 @@ from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.ledger import DeviceMemory, Ledger, PoolTooSmall, plan_memory
 from strata.engine.ranks.rank import share_of
 from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
-from strata.engine.startup.divided_keys import joining_bytes
 from strata.engine.startup.sparse_attention import choice_bytes
 from strata.graph.passes import passes_of
 from strata.graph.ranks.overlap import SLOTS
@@ -37,6 +36,9 @@ if TYPE_CHECKING:
 
 # What a process holds of a device before anything is allocated, estimated.
 CONTEXT_BYTES = 1 << 29
+# Copies of what a rank has found, in float32, that are alive at once while ranks join it: as it was computed, packed
+# for the others, and what has arrived.
+_COPIES = 3
 # What NCCL takes for the channels between the ranks of one host, estimated.
 _MESSAGE_BYTES = 1 << 30
 
@@ -129,7 +131,7 @@ def planned_memory(
         + (recurrent_bytes(asked, config, sizes.max_tokens, sizes.pool.dtype) if device.type == "cuda" else 0)
         + prompt_keys_bytes(sizes.prompt_keys, sizes.pool.kv_heads * sizes.pool.head_dim, sizes.pool.dtype.itemsize)
         + choice_bytes(asked, config, sizes.max_tokens, sizes.max_length)
-        + joining_bytes(asked, config, sizes.max_tokens),
+        + _joining_bytes(asked, config, sizes.max_tokens),
         sharing=asked.ranks,
         messages=_message_bytes(asked, sizes, device, overlapped),
         sources=asked.tensor_parallel_size if asked.enable_dp_attention else 1,
@@ -146,6 +148,13 @@ def overlapped_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSize
     if none_travel or asked.tensor_parallel_size != 2:
         return 0
     return most_rows(sizes.max_tokens) * config.hidden_size * sizes.pool.dtype.itemsize
+
+
+def _joining_bytes(asked: EngineConfig, config: ModelConfig, tokens: int) -> int:
+    """What ranks that divide keys need to join what they find in a step of so many tokens. config: of a rank."""
+    ranks = asked.decode_context_parallel_size
+    width = config.head_dim if config.latent is None else config.latent.rank
+    return 0 if ranks == 1 else _COPIES * 4 * tokens * ranks * config.num_heads * (width + 1)
 
 
 def _message_bytes(asked: EngineConfig, sizes: EngineSizes, device: torch.device, overlapped: int) -> int:

@@ -18,7 +18,7 @@ import msgspec
 from strata.engine.loop import StepTiming
 from strata.engine.plan import RankPlans, StepPlan
 from strata.engine.request import Sequence
-from strata.engine.scheduling.held import HOLDUPS
+from strata.engine.scheduling.config import HOLDUPS
 from strata.engine.watch.request_ledger import Part, RequestLedger, ended_at
 from strata.engine.watch.step_shares import StepLook
 

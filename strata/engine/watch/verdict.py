@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from strata.engine.scheduling.held import Holdup
+from strata.engine.scheduling.config import Holdup
 
 Layer = Literal["kernel", "graph", "system"]
+Bound = Literal["compute", "memory", "communication"]
 Cause = Literal[
     "compute",
     "memory",
@@ -108,7 +109,7 @@ class Shares(NamedTuple):
     launches: float = 0.0
     held: Mapping[Holdup, float] = {}
     floor: float | None = None
-    bound: Literal["compute", "memory", "communication"] = "memory"
+    bound: Bound = "memory"
     compiled: int = 0
 
 

@@ -19,8 +19,7 @@ from strata.engine.loop import EngineLoop, StepTiming
 from strata.engine.plan import Chunk, Draw, NewSequence, StepPlan
 from strata.engine.request import Request, Sequence
 from strata.engine.sampling_params import SamplingParams
-from strata.engine.scheduling.config import SchedulerConfig
-from strata.engine.scheduling.held import Held
+from strata.engine.scheduling.config import Held, SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.watch.request_ledger import PARTS, Part, RequestLedger, ended_at
 from strata.engine.watch.request_times import KEPT, MOST_TOLD, Arrival, RequestTimes

@@ -15,7 +15,7 @@ from strata.cost.step_times import DivisionTimes, StepTimes
 from strata.engine.loop import StepTiming
 from strata.engine.plan import Chunk, Draw, StepPlan
 from strata.engine.program.meta_model import MetaModel
-from strata.engine.scheduling.held import Held
+from strata.engine.scheduling.config import Held
 from strata.engine.step_cost import step_times
 from strata.engine.watch.request_times import StepSeconds
 from strata.engine.watch.step_shares import StepLook, StepShares
