@@ -69,7 +69,7 @@ class Engine(Executor):
     @property
     def max_model_len(self) -> int:
         """Tokens of the longest sequence."""
-        return self.max_length
+        return self.costed.sizes.max_length
 
     def ready_line(self) -> str:
         """How it stands once it is made, in a line."""
@@ -125,8 +125,8 @@ def _build(
         experts = executor.experts
         balance = None if experts is None else ExpertBalance(experts, asked.eplb_step_interval, log)
         if asked.enable_dp_attention:
-            sizes = mask_ids, executor.max_sequences
-            ranks = OwnTokensRunner(executor.runner, followers, experts, balance, *sizes, device)
+            slots = executor.costed.sizes.max_sequences
+            ranks = OwnTokensRunner(executor.runner, followers, experts, balance, mask_ids, slots, device)
         else:
             ranks = RankedRunner(executor.runner, followers, experts, balance)
         pooler = RankedPooler(executor.pooler, followers)
@@ -138,8 +138,9 @@ def _build(
     recorded, ledger = executor.recorded, executor.ledger
     seed = secrets.randbits(63) if asked.seed is None else asked.seed
     stages = asked.pipeline_parallel_size
+    sizes = executor.costed.sizes
     scheduler_config = SchedulerConfig(
-        executor.max_sequences, executor.max_tokens, executor.max_length, seed, target, stages=stages
+        sizes.max_sequences, sizes.max_tokens, sizes.max_length, seed, target, stages=stages
     )
     scheduler, pages = _scheduler(asked, scheduler_config, executor)
     loop = EngineLoop(scheduler, ranks or executor.runner, run_ahead=device.type == "cuda", ledger=ledger)
@@ -188,7 +189,7 @@ def _scheduler(
         of_ranks = RankSchedulers(config, counts[0], asked.page_size, caches=asked.enable_prefix_caching)
         return of_ranks, of_ranks.pages
     snapshots = executor.ledger.snapshots if executor.ledger.state_bytes else None
-    held = books(executor.groups, counts, config.max_sequences, config.max_length, snapshots)
+    held = books(executor.costed.sizes.groups, counts, config.max_sequences, config.max_length, snapshots)
     tree = held.tree() if asked.enable_prefix_caching else None
     return Scheduler(config, held.pages, tree, held.windows, held.snapshots), held.filled
 

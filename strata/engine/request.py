@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
+# Of a sequence that does not run.
+NO_SLOT = -1
+
+
 class Status(Enum):
     WAITING = auto()
     RUNNING = auto()
@@ -157,7 +161,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     windows: tuple[WindowTable, ...] = ()
     marks: Marks | None = None
-    slot: int | None = None
+    slot: int = NO_SLOT
     status: Status = Status.WAITING
     finish_reason: str | None = None
     stop_reason: int | str | None = None

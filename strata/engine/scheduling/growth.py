@@ -89,7 +89,6 @@ class Windows:
 
     def unsent(self, sequence: Sequence, sent: int) -> Iterator[WindowEntries]:
         """The entries of a sequence's tables from `sent` on, without those that were given back."""
-        assert sequence.slot is not None
         for number, table in enumerate(sequence.windows):
             first = max(sent, table.first)
             yield WindowEntries(number, sequence.slot, first, tuple(table.pages[first:]))
@@ -313,7 +312,6 @@ class Decodes:
                 if self._windows is not None:
                     builder.windows += self._windows.unsent(sequence, sent)
             slot = sequence.slot
-            assert slot is not None
             if rows == 1:
                 builder.decodes.append(Chunk(sequence.id, slot, start, 1, sequence.draws, sent, unsent))
             else:

@@ -67,7 +67,6 @@ class States:
         if self.every:  # the state behind a page of which a snapshot is due is that of a chunk that ends there
             rows = max(1, min(rows, self.every - 1 - start % self.every))
         assert self._snapshots is not None
-        assert sequence.slot is not None
         row = self._snapshots.take() if rows > 1 else None
         if row is None:
             return 1
@@ -88,7 +87,6 @@ class States:
         marks = sequence.marks
         if marks is not None and marks.undo is not None:
             assert self._snapshots is not None
-            assert sequence.slot is not None
             row, tokens = marks.undo
             if sequence.computed == tokens:
                 builder.states_before.append((row, sequence.slot))
@@ -97,14 +95,11 @@ class States:
     def begin(self, sequence: Sequence, found: list[int], builder: PlanBuilder) -> None:
         """A sequence has got a slot and goes on behind the pages that were found for it."""
         if self._snapshots is not None and found:
-            assert sequence.slot is not None
             builder.states_before.append((self._snapshots.row(found[-1]), sequence.slot))
 
     def fork(self, sequence: Sequence, sample: Sequence, builder: PlanBuilder) -> None:
         """A sample has got a slot and goes on from what its sequence has at the end of the step."""
         if sequence.marks is not None:
-            assert sequence.slot is not None
-            assert sample.slot is not None
             sample.marks = Marks(newest=sequence.marks.newest)
             builder.states_after.append((sequence.slot, sample.slot))
 
@@ -116,7 +111,6 @@ class States:
         if computed not in marks.ends and computed - marks.newest < self.every:
             return
         assert self._snapshots is not None
-        assert sequence.slot is not None
         if marks.row is None:
             marks.row = self._snapshots.take()
         if marks.row is not None:

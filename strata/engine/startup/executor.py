@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from strata.cache.block_tables import table_pages
-from strata.cache.groups import PageGroup, pools
+from strata.cache.groups import pools
 from strata.cache.pool import KVPool
 from strata.cache.state_pool import StatePool
 from strata.comm.mesh import Axis
@@ -51,10 +51,10 @@ from strata.parallel.serving_shard import TENSOR_AXIS
 class Executor:
     """What runs plans, and what it was made of.
 
-    weights: those of `model`, which may change between steps. costed: its program on shapes. groups: of layers by
-    what they keep. recorded: steps that replay CUDA graphs, and counts of those that
-    do not; None if none is to. own_kernels: the device runs them. kernels_are_ready: all variants of them have been
-    compiled. experts: of this rank, where those of a mixture may move between ranks.
+    weights: those of `model`, which may change between steps. costed: its program on shapes, and its sizes. recorded:
+    steps that replay CUDA graphs, and counts of those that do not; None if none is to. own_kernels: the device runs
+    them. kernels_are_ready: all variants of them have been compiled. experts: of this rank, where those of a mixture
+    may move between ranks.
     """
 
     model: torch.nn.Module
@@ -64,10 +64,6 @@ class Executor:
     recorded: RecordedSteps | None
     ledger: Ledger
     costed: MetaModel
-    groups: tuple[PageGroup, ...]
-    max_tokens: int
-    max_sequences: int
-    max_length: int
     own_kernels: bool
     kernels_are_ready: bool
     experts: RankExperts | None
@@ -191,10 +187,6 @@ def build_executor(
         recorded=recorded,
         ledger=ledger,
         costed=replace(costed, program=runner.program),
-        groups=sizes.groups,
-        max_tokens=sizes.max_tokens,
-        max_sequences=asked.max_sequences,
-        max_length=max_length,
         own_kernels=own_kernels,
         kernels_are_ready=kernels_are_ready,
         experts=experts,

@@ -115,17 +115,12 @@ def planned_memory(
     overlapped = SLOTS * overlapped_bytes(asked, config, sizes)
     return plan_memory(
         config,
-        sizes.pool,
+        sizes,
         device,
         # Products behind norms stand once more where they take up the norms' weights: no more than all.
         weight_bytes=sizes.weight_bytes * (2 if "fold_norm_weights" in passes_of(asked.passes) else 1),
-        max_tokens=sizes.max_tokens,
-        max_sequences=asked.max_sequences,
-        max_length=sizes.max_length,
         utilization=asked.gpu_memory_utilization,
         num_pages=asked.num_pages,
-        dtype=sizes.pool.dtype,
-        recorded=sizes.recorded,
         scratch=max((_scratch_bytes(asked, config, sizes, *one) for one in rows), default=0)
         + (sizes.packing.largest_in_floats(sizes.pool.dtype) if device.type == "cuda" else 0)
         + (recurrent_bytes(asked, config, sizes.max_tokens, sizes.pool.dtype) if device.type == "cuda" else 0)
@@ -136,8 +131,6 @@ def planned_memory(
         messages=_message_bytes(asked, sizes, device, overlapped),
         sources=asked.tensor_parallel_size if asked.enable_dp_attention else 1,
         memory=memory,
-        groups=sizes.groups,
-        states=sizes.states,
         takes_snapshots=asked.enable_prefix_caching,
     )
 

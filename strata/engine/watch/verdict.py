@@ -29,7 +29,6 @@ Cause = Literal[
 ]
 """unknown: steps are over their floor, and nothing that was measured tells of what they are made."""
 LAYERS: tuple[Layer, ...] = get_args(Layer)
-CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 @dataclass(frozen=True)
