@@ -93,20 +93,10 @@ class StepTiming(NamedTuple):
     held: tuple[Held, ...]
     planned: float
     launched: float
-    ended: float
+    ended: float = 0.0
     drawing: float = 0.0
     recorded: bool = False
     late: bool = False
-
-
-@dataclass(slots=True)
-class _Launch:
-    """What is known of a step under way; see `StepTiming`."""
-
-    held: tuple[Held, ...]
-    planned: float
-    launched: float
-    drawing: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -164,7 +154,7 @@ class EngineLoop:
         self._outstanding: LaunchedStep | UndrawnStep | None = None
         self._stages = scheduler.config.stages
         self._in_stages: deque[LaunchedStep] = deque()
-        self._launches: deque[_Launch] = deque()  # of the steps under way
+        self._launches: deque[StepTiming] = deque()  # of the steps under way, as far as it is known
         self._late: LateLaunch | None = None
         self._fault: str | None = None
         self._is_inconsistent = False
@@ -291,7 +281,7 @@ class EngineLoop:
         self._is_inconsistent = False
 
     def _launch(self, plan: StepPlan, planned: float) -> LaunchedStep | UndrawnStep:
-        self._launches.append(_Launch(self.scheduler.take_held(), planned, self.clock()))
+        self._launches.append(StepTiming(plan, self.scheduler.take_held(), planned, self.clock()))
         with self._memory_explained(plan):
             return self._runner.launch(plan)
 
@@ -310,7 +300,8 @@ class EngineLoop:
         with self._memory_explained(step.plan):
             drawn = self._runner.draw(step)
         if drawn.masked:
-            self._launches[0 if self._stages == 1 else -1].drawing = self.clock() - began
+            at = 0 if self._stages == 1 else -1
+            self._launches[at] = self._launches[at]._replace(drawing=self.clock() - began)
         return drawn
 
     @contextmanager
@@ -330,17 +321,7 @@ class EngineLoop:
         ids, plan = launched.wait(), launched.plan
         if self._late is not None:
             self._late.completed(in_time=not late)
-        launch, ended = self._launches.popleft(), self.clock()
-        timing = StepTiming(
-            plan,
-            launch.held,
-            launch.planned,
-            launch.launched,
-            ended,
-            launch.drawing,
-            launched.size is not None,
-            late,
-        )
+        timing = self._launches.popleft()._replace(ended=self.clock(), recorded=launched.size is not None, late=late)
         scored = [(self.scheduler.sequence(part.sequence), part) for part in launched.prompt_logprobs]
         failed = self._fail_lost(plan) if launched.masked else []
         updates = failed + self.scheduler.complete(plan, ids, launched.arrived)
