@@ -193,7 +193,6 @@ HOST = (
     "cache.pages",
     "cache.prefix",
     "engine.collect",
-    "engine.delivery",
     "engine.faults",
     "engine.given.segments",
     "engine.loop",
