@@ -24,7 +24,6 @@ from strata.engine.plan import PlanArrays, StepPlan, UndrawnStep
 from strata.engine.program.inputs import DrawStep
 from strata.engine.program.program import StepChoice, StepProgram
 from strata.engine.program.shape import StepShape
-from strata.engine.ranks.step_room import StepRoom
 from strata.engine.ranks.token_division import RankStep
 from strata.engine.recorded_steps import RecordedSteps, draw_inputs, step_inputs
 from strata.engine.sampler import DrawRow, LogprobTensors, Sampler
@@ -182,7 +181,7 @@ class Runner:
             self._slots.newest[slot] = id
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, room: StepRoom | None = None) -> Launched | Undrawn:
+    def launch(self, plan: StepPlan, room: StepShape | None = None) -> Launched | Undrawn:
         """Start a step; its ids come later. Pages and slots of the plan may be reused by the next plan at once.
 
         A step with constrained rows has to be drawn before the next is launched. room: of the steps that other ranks
@@ -250,9 +249,9 @@ class Runner:
             self._windows.send()
         buffer.send()
 
-    def _shape(self, plan: StepPlan, arrays: PlanArrays, room: StepRoom | None) -> StepShape:
+    def _shape(self, plan: StepPlan, arrays: PlanArrays, room: StepShape | None) -> StepShape:
         if room is not None:
-            return StepShape.of_ranks(room, arrays)
+            return room._replace(step=arrays)
         return StepShape.of(arrays, scored=self._slots.scores(plan), tagged=self._slots.tags_any(plan))
 
     def _launch_recorded(self, plan: StepPlan, arrays: PlanArrays, bucket: BufferShape) -> Launched | Undrawn:
@@ -270,12 +269,12 @@ class Runner:
         return undrawn if meets(self._slots.constrained, arrays.drawn) else self._draw(undrawn)
 
     def _launch_eager(
-        self, plan: StepPlan, arrays: PlanArrays, choice: StepChoice, room: StepRoom | None
+        self, plan: StepPlan, arrays: PlanArrays, choice: StepChoice, room: StepShape | None
     ) -> Launched | Undrawn:
         program, variant = self.program, choice.variant
         draws, share = len(arrays.drawn), choice.shape.share
         if room is not None:
-            shape, longest = room.shape(plan), room.longest(plan)
+            shape, longest = room.buffer(plan), room.longest(plan)
         else:
             groups = 1 if self._windows is None else self._windows.groups
             shape = BufferShape(plan.tokens, len(plan.chunks), draws, groups=groups) if share is None else share.shape

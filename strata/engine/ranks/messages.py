@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from strata.engine.plan import StepPlan
-from strata.engine.ranks.step_room import StepRoom
+from strata.engine.program.shape import StepShape
 from strata.engine.runner import PromptLogprobs
 from strata.engine.sampler import LogprobTensors
 
@@ -31,7 +31,7 @@ class Launch(msgspec.Struct, tag=0, array_like=True, frozen=True):
 
     plan: StepPlan
     drawn: tuple[tuple[int, int], ...] = ()
-    room: StepRoom | None = None
+    room: StepShape | None = None
 
 
 class MaskRows(msgspec.Struct, array_like=True, frozen=True):

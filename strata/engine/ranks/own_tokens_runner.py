@@ -13,11 +13,11 @@ from torch import Tensor
 
 from strata.engine.grammars.grammar import Masks, MasksUnderWay
 from strata.engine.plan import RankPlans, StepPlan, UndrawnStep
+from strata.engine.program.shape import StepShape
 from strata.engine.ranks import messages
 from strata.engine.ranks.expert_balance import ExpertBalance, RankExperts
 from strata.engine.ranks.followers import Followers
 from strata.engine.ranks.ranked_runner import RankedRunner, mask_rows, together
-from strata.engine.ranks.step_room import StepRoom
 from strata.engine.runner import Launched, PromptLogprobs, Runner, Undrawn
 from strata.engine.sampler import LogprobTensors
 from strata.engine.steps.slots import SlotState, meets
@@ -129,8 +129,10 @@ class OwnTokensRunner(RankedRunner):
         parts = list(zip(self._slots, plan.parts, strict=True))
         for slots, part in parts:
             slots.learn(part)
-        scored = any(slots.scores(part) for slots, part in parts)
-        room = StepRoom.of(plan.parts, scored, tagged=any(slots.tags_any(part) for slots, part in parts))
+        scored, tagged = (
+            any(has(slots, part) for slots, part in parts) for has in (SlotState.scores, SlotState.tags_any)
+        )
+        room = StepShape.of_ranks(plan.parts, scored=scored, tagged=tagged)
         waiting = tuple(meets(slots.constrained, [draw.slot for draw in part.draws]) for slots, part in parts)
         with together(self._followers):
             self._move_experts()
