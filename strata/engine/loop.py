@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from strata.engine.faults import EngineFault, out_of_memory
+from strata.engine.faults import EngineFault, memory_explained
 from strata.engine.grammars.matchers import explain, takes_end
 from strata.engine.plan import StepPlan, TransferEnd, UndrawnStep
 from strata.engine.request import Request, Sequence, Update
@@ -282,7 +282,7 @@ class EngineLoop:
 
     def _launch(self, plan: StepPlan, planned: float) -> LaunchedStep | UndrawnStep:
         self._launches.append(StepTiming(plan, self.scheduler.take_held(), planned, self.clock()))
-        with self._memory_explained(plan):
+        with memory_explained(lambda: _doing(plan), self._ledger):
             return self._runner.launch(plan)
 
     def _masked(self, step: LaunchedStep | UndrawnStep) -> LaunchedStep | UndrawnStep:
@@ -297,24 +297,12 @@ class EngineLoop:
         if not isinstance(step, UndrawnStep):
             return step
         began = self.clock()
-        with self._memory_explained(step.plan):
+        with memory_explained(lambda: _doing(step.plan), self._ledger):
             drawn = self._runner.draw(step)
         if drawn.masked:
             at = 0 if self._stages == 1 else -1
             self._launches[at] = self._launches[at]._replace(drawing=self.clock() - began)
         return drawn
-
-    @contextmanager
-    def _memory_explained(self, plan: StepPlan) -> Iterator[None]:
-        """Raise EngineFault, now and for all requests to come, if the device runs out of memory inside."""
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            doing = f"running a step of {counted(plan.tokens, 'token')} from {counted(len(plan.chunks), 'sequence')}"
-            fault = out_of_memory(error, doing, self._ledger)
-            if fault is None:
-                raise
-            raise fault from None
 
     def _complete(self, launched: LaunchedStep) -> StepOutput:
         late = self._run_ahead and launched.ended
@@ -353,6 +341,10 @@ class EngineLoop:
                 self.scheduler.finish(sequence, "stop")
                 return Update(sequence, tokens[:taken], "stop")
         return update
+
+
+def _doing(plan: StepPlan) -> str:
+    return f"running a step of {counted(plan.tokens, 'token')} from {counted(len(plan.chunks), 'sequence')}"
 
 
 def _size(step: LaunchedStep | UndrawnStep | None) -> Hashable | None:

@@ -27,7 +27,7 @@ import torch
 from strata.comm.mesh import Axis
 from strata.engine.embeddings.pooling import Pooled, PoolRequest
 from strata.engine.engine_config import EngineConfig
-from strata.engine.faults import EngineFault, out_of_memory
+from strata.engine.faults import EngineFault, memory_explained
 from strata.engine.grammars.grammar import MasksUnderWay
 from strata.engine.lifeline import end_with_parent
 from strata.engine.ranks import messages, world
@@ -215,13 +215,8 @@ def _follow(job: _Job, leader: Leader) -> None:
     gc.freeze()  # no collection walks in the middle of a step what lives as long as the process
     while True:
         message = leader.next(steps.report)
-        try:
+        with memory_explained("running a step", executor.ledger):
             answer = steps.do(message)
-        except (RuntimeError, MemoryError) as error:
-            fault = out_of_memory(error, "running a step", executor.ledger)
-            if fault is None:
-                raise
-            raise fault from None
         if answer is not None:
             leader.tell(messages.Value(answer))
         leader.done()

@@ -129,9 +129,8 @@ class OwnTokensRunner(RankedRunner):
         parts = list(zip(self._slots, plan.parts, strict=True))
         for slots, part in parts:
             slots.learn(part)
-        scored, tagged = (
-            any(has(slots, part) for slots, part in parts) for has in (SlotState.scores, SlotState.tags_any)
-        )
+        scored = any(slots.scores(part) for slots, part in parts)
+        tagged = any(slots.tags_any(part) for slots, part in parts)
         room = StepShape.of_ranks(plan.parts, scored=scored, tagged=tagged)
         waiting = tuple(meets(slots.constrained, [draw.slot for draw in part.draws]) for slots, part in parts)
         with together(self._followers):
