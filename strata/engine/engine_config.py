@@ -50,7 +50,6 @@ _AXES = {
     TENSOR_AXIS: "tensor_parallel_size",
 }
 
-
 # In which 8 bits pages keep keys and values; None: in the weights' dtype.
 KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 

@@ -221,7 +221,7 @@ class WeightStore:
         return partial(self._write, writes, changed)
 
     @torch.inference_mode()
-    def _write(self, writes: Sequence[Callable[[], object]], changed: Container[str]) -> None:
+    def _write(self, writes: Sequence[Callable[[], object]], changed: set[str]) -> None:
         for write in writes:
             write()
         for names, make in self.folded:

@@ -42,8 +42,8 @@ class StepShape(NamedTuple):
     def of(step: PlanArrays, *, scored: bool = False, tagged: bool = False) -> StepShape:
         fresh = None if step.starts.any() else fresh_rows(step.counts.tolist())
         size = step.tokens, len(step.counts), len(step.drawn), step.prompts
-        known = step.are_decodes, scored, fresh, step.behind, keys_in_blocks(step.prompt_ends)
-        return StepShape(*size, *known, step, tagged=tagged)
+        keys = keys_in_blocks(step.prompt_ends)
+        return StepShape(*size, step.are_decodes, scored, fresh, step.behind, keys, step, tagged=tagged)
 
     @staticmethod
     def of_ranks(plans: Sequence[StepPlan], *, scored: bool, tagged: bool) -> StepShape:

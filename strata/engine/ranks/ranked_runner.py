@@ -14,7 +14,7 @@ from types import FrameType
 from llguidance import LLMatcher
 from torch import Tensor
 
-from strata.engine.embeddings.pooling import Pooled, Pooler, PoolRequest
+from strata.engine.embeddings.pooling import Pooled, PoolRequest, PromptPooler
 from strata.engine.faults import EngineFault
 from strata.engine.grammars.grammar import MasksUnderWay
 from strata.engine.loop import LaunchedStep, StepObserver
@@ -197,7 +197,7 @@ class RankedRunner:
 class RankedPooler:
     """The pooler of rank 0 and those of the others."""
 
-    def __init__(self, pooler: Pooler, followers: Followers) -> None:
+    def __init__(self, pooler: PromptPooler, followers: Followers) -> None:
         self._pooler, self._followers = pooler, followers
 
     def check(self, prompt: Sequence[int]) -> None:

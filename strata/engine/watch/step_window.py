@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from strata.engine.loop import StepTiming
 from strata.engine.scheduling.config import HOLDUPS
-from strata.engine.watch.request_times import RequestTimes, StepSeconds
+from strata.engine.watch.request_times import RequestTimes
 from strata.engine.watch.step_shares import StepLook, StepShares
 from strata.engine.watch.verdict import Bound, Shares, Standing, standing
 
@@ -37,9 +37,8 @@ class StepWindow:
         self._sums: deque[tuple[int, defaultdict[Any, float]]] = deque()
         self._compiled: deque[tuple[float, int]] = deque()
 
-    def step(self, timing: StepTiming, look: StepLook, took: StepSeconds) -> None:
-        """A step has ended."""
-        gap, work, recomputed = took
+    def step(self, timing: StepTiming, look: StepLook, gap: float, work: float, recomputed: float) -> None:
+        """A step has ended; seconds as `RequestTimes.step` tells them."""
         second = int(timing.ended)
         if not self._sums or self._sums[-1][0] != second:
             self._sums.append((second, defaultdict(float)))
@@ -79,7 +78,10 @@ class StepWindow:
         floor = sums["floor"] / sums["known"] if sums["known"] else None
         bounds: tuple[Bound, ...] = ("memory", "compute", "communication")
         shares = Shares(
-            *(sums[part] / total for part in ("gap", "masks", "recomputed", "launches")),
+            gap=sums["gap"] / total,
+            masks=sums["masks"] / total,
+            recomputed=sums["recomputed"] / total,
+            launches=sums["launches"] / total,
             held={cause: sums["held", cause] / total for cause in HOLDUPS},
             floor=floor,
             bound=max(bounds, key=lambda bound: sums["bound", bound]),
@@ -109,7 +111,7 @@ class Watch:
     def step(self, timing: StepTiming) -> None:
         """A step has ended; its sequences have not yet."""
         look = self._shares.look(timing.plan)
-        self._window.step(timing, look, self.requests.step(timing, look))
+        self._window.step(timing, look, *self.requests.step(timing, look))
 
     def standings(self, now: float, compiled: int) -> Standings:
         """How the engine stood lately. compiled: kernels since it was ready."""

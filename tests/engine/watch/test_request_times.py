@@ -29,7 +29,7 @@ from strata.engine.scheduling.config import Held, SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.step_cost import step_times
 from strata.engine.watch.request_ledger import PARTS, Part, RequestLedger, ended_at
-from strata.engine.watch.request_times import KEPT, MOST_TOLD, Arrival, RequestTimes, StepSeconds
+from strata.engine.watch.request_times import KEPT, MOST_TOLD, Arrival, RequestTimes
 from strata.engine.watch.step_shares import StepLook, StepShares
 from strata.engine.watch.step_window import Standings, StepWindow, Watch
 from strata.engine.watch.verdict import FINDINGS, Shares, standing
@@ -415,7 +415,7 @@ def test_the_window_tells_of_the_last_seconds_alone() -> None:
 
     def step(ended: float, gap: float, *, recorded: bool = True, late: bool = False) -> None:
         timing = StepTiming(plan([5], []), (Held(),), 0.0, 0.0, ended, recorded=recorded, late=late)
-        window.step(timing, StepLook(0.0, Floor(0.0, 0.02), 0.03), StepSeconds(gap, 0.04, 0.0))
+        window.step(timing, StepLook(0.0, Floor(0.0, 0.02), 0.03), gap, 0.04, 0.0)
 
     assert window.standings(0.0, 0) == Standings()
     for at in range(50):
@@ -445,7 +445,7 @@ def test_kernels_compiled_meanwhile_are_told() -> None:
     window.standings(0.0, 3)
     for ended in (1.0, 2.0):
         timing = StepTiming(plan([5], []), (Held(),), 0.0, 0.0, ended)
-        window.step(timing, StepLook(), StepSeconds(0.0, 1.0, 0.0))
+        window.step(timing, StepLook(), 0.0, 1.0, 0.0)
     assert window.standings(3.0, 4).verdict == ("compilation", "kernel", "compilation")
     assert window.standings(9.0, 4).verdict == ("compilation", "kernel", "compilation")
     assert window.standings(11.5, 4).verdict == ("working", "system", "scheduling")
