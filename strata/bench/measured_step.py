@@ -22,6 +22,7 @@ from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.plan import Chunk, Draw, NewSequence, StepPlan, WindowEntries
 from strata.engine.program.meta_model import MetaModel
 from strata.engine.program.program import StepProgram
+from strata.engine.program.sizes import StepSizes
 from strata.engine.program.source import Target
 from strata.engine.runner import Runner
 from strata.graph.walk import work_of
@@ -135,7 +136,9 @@ def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape 
     with torch.inference_mode(), _noting(program) as given:
         steps = None
         if recorded is not None:
-            steps = runner.record([replace(recorded, groups=len(sizes.groups))], sizes.prompt_keys, all_of_them=True)
+            steps = runner.record(
+                StepSizes([replace(recorded, groups=len(sizes.groups))], sizes.prompt_keys), all_of_them=True
+            )
         runner.launch(plan)
         runner.settle()
         graphs = program.graphs()

@@ -15,9 +15,8 @@ from strata.cache.block_tables import table_pages
 from strata.cache.groups import PageGroup, page_groups
 from strata.cache.pool import PoolShape
 from strata.cache.state_pool import StateShape
-from strata.cache.tables import BufferShape
 from strata.engine.given.options import check_types, own_options
-from strata.engine.program.sizes import LIBRARY_TOKENS, recorded_sizes
+from strata.engine.program.sizes import LIBRARY_TOKENS, StepSizes, recorded_sizes
 from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
 from strata.engine.sampling_params import RANGES, check_integer
 from strata.engine.scheduling.room import SERVER_TTFT_MS
@@ -344,24 +343,14 @@ class EngineSizes:
         return gathered_keys(longest, self.pool.kv_heads * self.pool.head_dim)
 
     @cached_property
-    def recorded(self) -> tuple[BufferShape, ...]:
-        """Sizes of steps that get a CUDA graph."""
+    def recorded(self) -> StepSizes:
+        """Of steps that get a CUDA graph."""
         if not self.captures:
-            return ()
+            return StepSizes()
         fresh = self.attends and keeps_neighbours_apart(self.pool.dtype)  # a step's own rows are floats
         given = self.max_sequences, self.max_tokens, self.parameters
         found = recorded_sizes(*given, self.library, fresh, self.division, self.exchanged)
-        return tuple(replace(size, groups=len(self.groups)) for size in found)
-
-    @property
-    def recorded_tokens(self) -> int:
-        """Of the largest step that is recorded; 0 if none is."""
-        return max((size.tokens for size in self.recorded), default=0)
-
-    @property
-    def divided_tokens(self) -> int:
-        """Of the largest step that is recorded of those that ranks divide."""
-        return max((size.tokens * size.ranks for size in self.recorded if size.ranks > 1), default=0)
+        return StepSizes((replace(size, groups=len(self.groups)) for size in found), self.prompt_keys)
 
     @staticmethod
     def of(

@@ -24,6 +24,7 @@ from strata.engine.plan import PlanArrays, StepPlan, UndrawnStep
 from strata.engine.program.inputs import DrawStep
 from strata.engine.program.program import StepChoice, StepProgram
 from strata.engine.program.shape import StepShape
+from strata.engine.program.sizes import StepSizes
 from strata.engine.ranks.token_division import RankStep
 from strata.engine.recorded_steps import RecordedSteps, draw_inputs, step_inputs
 from strata.engine.sampler import DrawRow, LogprobTensors, Sampler
@@ -118,7 +119,7 @@ class Runner:
         slots = sizes.max_sequences
         self.pool = kept[0]
         self._states, self._stages, self._heads, self._device = states, stages, config.num_heads, device
-        self.program = program.replaying((), 0)  # until there are CUDA graphs
+        self.program = program.replaying(StepSizes())  # until there are CUDA graphs
         self._tables = BlockTables(slots, table_pages(sizes.max_length, self.pool.shape.page_tokens), device)
         first, *more = sizes.groups
         # For which a CPU plans its attention. What attends to keys that ranks divide follows no plan.
@@ -147,18 +148,12 @@ class Runner:
 
     @torch.inference_mode()
     def record(
-        self,
-        buckets: Iterable[BufferShape],
-        prompt_keys: int = 0,
-        *,
-        all_of_them: bool = False,
-        kernels_are_ready: bool = False,
+        self, buckets: StepSizes, *, all_of_them: bool = False, kernels_are_ready: bool = False
     ) -> RecordedSteps:
         """Record CUDA graphs for steps of these sizes, the largest first so that the others fit in its memory.
 
-        prompt_keys: see `EngineSizes`. all_of_them: a size that the memory does not suffice for is an error, not
-        `lacking`. kernels_are_ready: all variants of own kernels, so that few sizes have to be run before they are
-        recorded.
+        all_of_them: a size that the memory does not suffice for is an error, not `lacking`. kernels_are_ready: all
+        variants of own kernels, so that few sizes have to be run before they are recorded.
         """
         given = (self.program, self.pool, self._tables, self._newest, self._staging, self._recordings())
         more = self._heads, self._windows, self._states, self._rank
@@ -167,7 +162,7 @@ class Runner:
             recorded.record(bucket, may_lack=not all_of_them)
         torch.cuda.empty_cache()  # what the first runs left on a stream that nothing else uses
         self._recorded = recorded
-        self.program = self.program.replaying(recorded.sizes, prompt_keys)
+        self.program = self.program.replaying(StepSizes(recorded.sizes, buckets.prompt_keys))
         for size in recorded.sizes:
             self.program.replayed(size)  # looked up now, when no step waits for it
         return recorded

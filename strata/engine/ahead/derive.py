@@ -100,7 +100,7 @@ def note_variants(asked: EngineConfig, limits: DeviceLimits, note: Callable[[Var
         _note_embedded_prompts(engine.program, sizes)
         _note_scored_prompts(engine.program, config.hidden_size, sizes)
         _note_long_prompts(engine, sizes, asked)
-        warm_up(engine.loop, engine.pages, config.vocab_size, sizes.recorded_tokens)
+        warm_up(engine.loop, engine.pages, config.vocab_size, sizes.recorded.max_tokens)
         _note_logprobs(own.vocab_size, part)
     return engine
 
@@ -146,7 +146,7 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
     kept = pools(groups, pages, own.num_layers, META)
     states = None if sizes.states is None else StatePool(sizes.states, asked.max_sequences + 1, META)
     runner = _NotingRunner(program, replace(sizes, groups=groups), own, kept, META, config.vocab_size, states)
-    runner.record(sizes.recorded, sizes.prompt_keys)
+    runner.record(sizes.recorded)
     scheduler_config = SchedulerConfig(asked.max_sequences, sizes.max_tokens, sizes.max_length, 0, None)
     scheduler = Scheduler(scheduler_config, held.pages, None, held.windows, held.snapshots)
     return DryEngine(program, EngineLoop(scheduler, runner, run_ahead=True, ledger=_NO_LEDGER), held.filled)

@@ -6,7 +6,7 @@ ask the same program, of a model on the meta device if it is not loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -103,7 +103,7 @@ class StepProgram:
             part=part,
             traced=source.operations,
             table=target.table,
-            sizes=StepSizes() if sizes is None else StepSizes(sizes.recorded, sizes.prompt_keys),
+            sizes=StepSizes() if sizes is None else sizes.recorded,
             sends_by_copies=target.copies is not None,
             folded=source.folded,
         )
@@ -166,9 +166,9 @@ class StepProgram:
         first = {graph: name for name, graph in reversed(named.items())}
         return {name: graph for name, graph in named.items() if first[graph] == name}
 
-    def replaying(self, sizes: Iterable[BufferShape], prompt_keys: int) -> StepProgram:
-        """With CUDA graphs of these sizes alone. prompt_keys: see `StepSizes`."""
-        return replace(self, sizes=StepSizes(sizes, prompt_keys))
+    def replaying(self, sizes: StepSizes) -> StepProgram:
+        """With CUDA graphs of these sizes alone."""
+        return replace(self, sizes=sizes)
 
     def _divided(self, shape: StepShape) -> StepChoice | None:
         """Of a step whose tokens ranks divide; None if each runs all of it, as of prompts that are scored: they need

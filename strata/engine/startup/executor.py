@@ -224,9 +224,9 @@ def _require_alike(device: torch.device, rank: Rank) -> None:
 def _recorded(runner: Runner, sizes: EngineSizes, ledger: Ledger, rank: Rank, kernels_are_ready: bool) -> RecordedSteps:
     """Several ranks record all sizes or cannot go on: in one that does not, messages of other lengths would meet."""
     if rank.size == 1:
-        return runner.record(sizes.recorded, sizes.prompt_keys, kernels_are_ready=kernels_are_ready)
+        return runner.record(sizes.recorded, kernels_are_ready=kernels_are_ready)
     with memory_explained("recording CUDA graphs", ledger):
-        recorded = runner.record(sizes.recorded, sizes.prompt_keys, all_of_them=True)
+        recorded = runner.record(sizes.recorded, all_of_them=True)
     rank.least(0)
     return recorded
 

@@ -21,7 +21,7 @@ from strata.engine.process.messages import Step
 from strata.engine.program import sizes as sizes_of_steps
 from strata.engine.program.program import StepChoice, StepProgram
 from strata.engine.program.shape import StepShape
-from strata.engine.program.sizes import recorded_sizes
+from strata.engine.program.sizes import StepSizes, recorded_sizes
 from strata.engine.recorded_steps import RecordedSteps
 from strata.engine.request import Request
 from strata.engine.runner import Runner
@@ -82,7 +82,7 @@ def recording(
     runner = llm.engine.loop._runner
     tables = runner._tables
     tables.on_device, tables._shared = torch.zeros(tables.rows.shape, dtype=torch.int32), False
-    return llm, runner.record(SIZES, 1 << 20, kernels_are_ready=kernels_are_ready)
+    return llm, runner.record(StepSizes(SIZES, 1 << 20), kernels_are_ready=kernels_are_ready)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from strata.engine.ledger import Ledger
 from strata.engine.loop import EngineLoop
 from strata.engine.program import sizes as sizes_of_steps
 from strata.engine.program.program import StepProgram
-from strata.engine.program.sizes import divided_buckets, recorded_sizes
+from strata.engine.program.sizes import StepSizes, divided_buckets, recorded_sizes
 from strata.engine.program.source import Target
 from strata.engine.ranks.token_division import TokenDivision
 from strata.engine.request import Request
@@ -70,7 +70,7 @@ def of_engine(axis: Axis, model: str, library: bool, most: int) -> dict[str, Any
         tables.on_device, tables._shared = torch.zeros(tables.rows.shape, dtype=torch.int32), False
         kinds = recorded_sizes(MOST, LONGEST, 10**6, library, division=division)
         kept = [size for size in kinds if size.ranks == 1 or size.tokens <= most]
-        recorded = runner.record(kept, 1 << 20, all_of_them=True)
+        recorded = runner.record(StepSizes(kept, 1 << 20), all_of_them=True)
         llm.engine.loop._runner = runner
         launched = []
         launch = runner._launch_eager
@@ -153,7 +153,7 @@ def answers(program: StepProgram, config: ModelConfig, kept: KeptKeys, replayed:
         tables = runner._tables
         tables.on_device, tables._shared = torch.zeros(tables.rows.shape, dtype=torch.int32), False
         runner._recordings = lambda: replayed  # type: ignore[method-assign,assignment,return-value]
-        runner.record(SIZES)
+        runner.record(StepSizes(SIZES))
     scheduler = Scheduler(
         SchedulerConfig(SEQUENCES, ROWS, LENGTH, 0, None),
         pages,
