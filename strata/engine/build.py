@@ -14,6 +14,7 @@ import torch
 
 from strata.cache.groups import books
 from strata.cache.pages import PageAllocator
+from strata.engine.compatibility import check_states, without_effect
 from strata.engine.embeddings.pooling import PromptPooler
 from strata.engine.engine_config import EngineConfig
 from strata.engine.grammars.grammar import vocabulary
@@ -28,7 +29,6 @@ from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.rank_schedulers import RankPages, RankSchedulers
 from strata.engine.scheduling.scheduler import Scheduler
-from strata.engine.startup.checks import check_states, without_effect
 from strata.engine.startup.clock import Log, StartupClock, collector_off
 from strata.engine.startup.executor import Executor, build_executor
 from strata.engine.step_cost import step_shares, step_target, step_times

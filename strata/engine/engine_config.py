@@ -15,12 +15,7 @@ from strata.cache.block_tables import table_pages
 from strata.cache.groups import PageGroup, page_groups
 from strata.cache.pool import PoolShape
 from strata.cache.state_pool import StateShape
-from strata.engine.given.options import check_types, own_options
-from strata.engine.program.sizes import LIBRARY_TOKENS, StepSizes, recorded_sizes
-from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
-from strata.engine.sampling_params import RANGES, check_integer
-from strata.engine.scheduling.room import SERVER_TTFT_MS
-from strata.engine.startup.checks import (
+from strata.engine.compatibility import (
     check_compatible,
     check_divided_keys,
     check_experts,
@@ -28,6 +23,11 @@ from strata.engine.startup.checks import (
     check_states,
     keeps_all,
 )
+from strata.engine.given.options import check_types, own_options
+from strata.engine.program.sizes import LIBRARY_TOKENS, StepSizes, recorded_sizes
+from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
+from strata.engine.sampling_params import RANGES, check_integer
+from strata.engine.scheduling.room import SERVER_TTFT_MS
 from strata.engine.startup.packing import NOTHING_PACKED, Packing
 from strata.engine.startup.sparse_attention import SPARSE_SIZES, check_sparse_attention
 from strata.graph.passes import passes_of

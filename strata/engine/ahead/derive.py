@@ -23,6 +23,7 @@ from strata.comm.operations import Along, all_gather
 from strata.comm.peer_copies import PendingSum
 from strata.comm.symmetric import imagined
 from strata.comm.under_way import start_all_reduce
+from strata.engine.compatibility import check_gathered_heads
 from strata.engine.engine_config import EngineConfig, EngineSizes, groups_of
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS, Ledger
 from strata.engine.loop import EngineLoop
@@ -39,7 +40,6 @@ from strata.engine.sampler import DrawInputs, LogprobTensors, Sampler, draw_ids
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
-from strata.engine.startup.checks import check_gathered_heads
 from strata.engine.startup.packing import Packing
 from strata.engine.startup.sparse_attention import attention_choice
 from strata.engine.warm_up import warm_up

@@ -16,6 +16,7 @@ from strata.cache.pool import KVPool
 from strata.cache.state_pool import StatePool
 from strata.comm.mesh import Axis
 from strata.comm.peer_copies import with_peer_copies
+from strata.engine.compatibility import check_gathered_heads
 from strata.engine.embeddings.pooling import Pooler, PromptPooler
 from strata.engine.engine_config import EngineConfig, EngineSizes, library_limit
 from strata.engine.faults import memory_explained
@@ -28,7 +29,6 @@ from strata.engine.ranks.rank import Rank
 from strata.engine.ranks.token_division import CONTEXT_AXIS
 from strata.engine.recorded_steps import RecordedSteps, fresh_rows_of, gathered_rows_of
 from strata.engine.runner import Runner
-from strata.engine.startup.checks import check_gathered_heads
 from strata.engine.startup.clock import Log, StartupClock
 from strata.engine.startup.memory import RankPlace, overlapped_bytes, rank_memory, rank_part
 from strata.engine.startup.sequences import with_sequences

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from strata import LLM
+from strata.engine.compatibility import check_gathered_heads, check_states
 from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.ledger import DeviceMemory
 from strata.engine.ranks import world
 from strata.engine.ranks.rank import share_of
-from strata.engine.startup.checks import check_gathered_heads, check_states
 from strata.engine.startup.memory import planned_memory
 from strata.hardware.specs import device
 from strata.kernels.device_limits import DeviceLimits
