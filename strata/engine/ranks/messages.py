@@ -145,7 +145,8 @@ def decoder(kind: Any) -> Callable[[bytes], Any]:
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
     """[bytes] of a tensor's elements, on the host."""
-    flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).flatten()  # a size of one has any stride
+    whole = tensor.detach().cpu().contiguous()
+    flat = whole.as_strided((whole.numel(),), (1,))  # where a size is one, its stride may be anything
     found: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
     return found
 
@@ -155,8 +156,8 @@ def _sent(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
 
 
 def _received(kind: type, sent: tuple[str, tuple[int, ...], bytes]) -> Tensor:
-    dtype, shape, values = sent
-    return torch.from_numpy(np.frombuffer(values, np.uint8).copy()).view(getattr(torch, dtype)).view(shape)
+    shape, values, dtype = sent[1], sent[2], getattr(torch, sent[0])
+    return torch.frombuffer(bytearray(values), dtype=dtype).view(shape) if values else torch.empty(shape, dtype=dtype)
 
 
 def framed(message: bytes) -> bytes:

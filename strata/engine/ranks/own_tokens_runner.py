@@ -20,7 +20,7 @@ from strata.engine.ranks.followers import Followers
 from strata.engine.ranks.ranked_runner import RankedRunner, mask_rows, together
 from strata.engine.runner import Launched, PromptLogprobs, Runner, Undrawn
 from strata.engine.sampler import LogprobTensors
-from strata.engine.steps.slots import SlotState, meets
+from strata.engine.steps.slots import SlotState
 
 
 class _Masked(NamedTuple):
@@ -132,7 +132,7 @@ class OwnTokensRunner(RankedRunner):
         scored = any(slots.scores(part) for slots, part in parts)
         tagged = any(slots.tags_any(part) for slots, part in parts)
         room = StepShape.of_ranks(plan.parts, scored=scored, tagged=tagged)
-        waiting = tuple(meets(slots.constrained, [draw.slot for draw in part.draws]) for slots, part in parts)
+        waiting = tuple(slots.waits(part) for slots, part in parts)
         with together(self._followers):
             self._move_experts()
             number = self._followers.send_each([messages.Launch(part, room=room) for part in plan.parts[1:]])

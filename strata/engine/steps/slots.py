@@ -54,6 +54,10 @@ class SlotState:
             chunk.slot in scored and chunk.start < lengths[chunk.slot] - 1 for chunk in plan.chunks
         )
 
+    def waits(self, plan: StepPlan) -> bool:
+        """Whether the step is drawn once it has masks."""
+        return bool(self.constrained) and any(draw.slot in self.constrained for draw in plan.draws)
+
     def tags_any(self, plan: StepPlan) -> bool:
         """Whether the step runs a sequence with tags."""
         return bool(self.tagged) and any(chunk.slot in self.tagged for chunk in plan.chunks)
