@@ -186,7 +186,7 @@ class Sequence:
     def __post_init__(self) -> None:
         request = self.request
         self.order = (request.arrival - seconds_ahead(request.priority), self.id)
-        self.extra_key = request.extra_key if request.tags is not None else request.salt
+        self.extra_key = request.extra_key
         self.end_ids = request.end_ids
         self.min_length = self.prompt_length + request.params.min_tokens
         self.long_bad_words = tuple(word for word in request.bad_words if len(word) > 1)
