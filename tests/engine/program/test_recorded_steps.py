@@ -75,14 +75,27 @@ def recording(
     folder: Path, monkeypatch: pytest.MonkeyPatch, graphs: Replayed, kernels_are_ready: bool = False
 ) -> tuple[LLM, RecordedSteps]:
     """An engine whose steps are recorded in `graphs`, and whose device has memory of its own, as on CUDA."""
+    as_on_cuda(monkeypatch, graphs)
+    llm = LLM(folder, **OPTIONS)
+    return llm, recorded_by(llm, SIZES, kernels_are_ready=kernels_are_ready)
+
+
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch, graphs: Replayed) -> None:
+    """Inputs travel to memory of the device's own, and steps are recorded in `graphs`."""
     monkeypatch.setattr(Runner, "_recordings", lambda self: graphs)
     monkeypatch.setattr(Staging, "target", lambda self, size: torch.full((size,), -77, dtype=torch.int32))
     monkeypatch.setattr(Staging, "send", lambda self, target: target.copy_(self.host[: len(target)]))
-    llm = LLM(folder, **OPTIONS)
-    runner = llm.engine.loop._runner
-    tables = runner._tables
-    tables.on_device, tables._shared = torch.zeros(tables.rows.shape, dtype=torch.int32), False
-    return llm, runner.record(StepSizes(SIZES, 1 << 20), kernels_are_ready=kernels_are_ready)
+
+
+def recorded_by(llm: LLM, sizes: Iterable[BufferShape], **options: Any) -> RecordedSteps:
+    """What the runner of an engine records, whose block tables have memory of their own."""
+    runner: Any = llm.engine.loop._runner
+    others = [] if runner._windows is None else [tables for _, tables, _ in runner._windows._others]
+    for tables in (runner._tables, *others):
+        tables.on_device, tables._shared = torch.zeros(tables.rows.shape, dtype=torch.int32), False
+    of_groups = [replace(size, groups=1 + len(others)) for size in sizes]
+    found: RecordedSteps = runner.record(StepSizes(of_groups, 1 << 20), **options)
+    return found
 
 
 @pytest.fixture

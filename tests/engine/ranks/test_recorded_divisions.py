@@ -40,7 +40,16 @@ from strata.models import weights
 from strata.models.config import ModelConfig
 from strata.parallel.serving_shard import RankShard
 from tests.engine.program.programs import plain_sizes, step_program
-from tests.engine.program.test_recorded_steps import LONGEST, MOST, OPTIONS, Replayed, ids, recording
+from tests.engine.program.test_recorded_steps import (
+    LONGEST,
+    MOST,
+    OPTIONS,
+    Replayed,
+    as_on_cuda,
+    ids,
+    recorded_by,
+    recording,
+)
 from tests.parallel.models import random_model
 from tests.parallel.ranks import run_ranks
 from tests.parallel.shards import divisible_config, shard_of
@@ -59,19 +68,15 @@ def of_engine(axis: Axis, model: str, library: bool, most: int) -> dict[str, Any
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sizes_of_steps, "LIBRARY_TOKENS", 16)
         patch.setattr(sizes_of_steps, "MAX_PROMPTS", 3)
-        patch.setattr(Staging, "target", lambda self, size: torch.full((size,), -77, dtype=torch.int32))
-        patch.setattr(Staging, "send", lambda self, target: target.copy_(self.host[: len(target)]))
         division, replayed = TokenDivision.on("cpu", axis.size, axis.index), Replayed()
+        as_on_cuda(patch, replayed)
         program = replace(step_program(llm.engine.model, target={"context": axis}), division=division)
         sizes, config = plain_sizes(plain.pool.shape, MOST, LONGEST, llm.engine.max_model_len), llm.engine.config
         runner: Any = Runner(program, sizes, config, [plain.pool], CPU, config.vocab_size)
-        runner._recordings = lambda: replayed
-        tables = runner._tables
-        tables.on_device, tables._shared = torch.zeros(tables.rows.shape, dtype=torch.int32), False
         kinds = recorded_sizes(MOST, LONGEST, 10**6, library, division=division)
         kept = [size for size in kinds if size.ranks == 1 or size.tokens <= most]
-        recorded = runner.record(StepSizes(kept, 1 << 20), all_of_them=True)
         llm.engine.loop._runner = runner
+        recorded, tables = recorded_by(llm, kept, all_of_them=True), runner._tables
         launched = []
         launch = runner._launch_eager
         runner._launch_eager = lambda plan, step, *more: launched.append(step) or launch(plan, step, *more)
