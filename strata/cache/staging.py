@@ -1,4 +1,5 @@
-"""Host memory from which the inputs of steps travel to the device, filled again only when they have left it."""
+"""Host memory from which the inputs of steps travel to the device, filled again only when they have left it; and small
+inputs and outputs on their way, for which neither waits."""
 
 from __future__ import annotations
 

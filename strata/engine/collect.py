@@ -1,4 +1,4 @@
-"""Gathers what a request's sequences bring into the output that its caller sees."""
+"""Gathers what a request's sequences bring into the output that its caller sees, whoever steps the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The offline Python API, with the names of vLLM: `LLM(model).generate(prompts, params)`."""
+"""The offline Python API, with the names of vLLM: `LLM(model).generate(prompts, params)`. Prompts are text or token
+ids, one or several."""
 
 from __future__ import annotations
 

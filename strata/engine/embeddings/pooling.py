@@ -1,4 +1,7 @@
-"""Vectors of prompts: the model's last hidden states, pooled. No keys or values are kept, so no pages are touched."""
+"""Vectors of prompts: the model's last hidden states, pooled. No keys or values are kept, so no pages are touched.
+
+Embeddings wait for a place between steps, one batch at a time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The schemas within a JSON schema, told from values that look like one and names that look like keywords."""
+"""JSON schemas as llguidance is to read them: bounds of numbers moved, formats written as patterns, objects closed.
+
+The schemas within a schema are told from values that look like one and names that look like keywords.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,10 @@ def _changed(value: Any, change: Callable[[Mapping[str, Any]], Mapping[str, Any]
     return [_changed(one, change) for one in value] if isinstance(value, list) else value
 
 
+# Numbers are kept off the bounds that a schema excludes, where llguidance 1.9.1 lets them in. Its pattern for
+# `{"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}` takes 0, and likewise wherever an excluded bound is a
+# whole number and the other bound is less than 1 away. Such a bound is moved inwards and included.
+
 # Share of the distance between two bounds that is lost at an excluded one.
 _LOST = 1e-6
 
@@ -64,6 +71,9 @@ def _is_number(value: Any) -> bool:
     """One that a float can hold; of others there is nothing to mend."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
+
+# What a string's `format` is, as patterns; a format that is not here asserts nothing. That is how JSON Schema 2020-12
+# has it: `format` is an annotation. llguidance refuses the ones that it does not know, and takes 2023-02-29 for a date.
 
 # RFC 3339, with the days that a month has; a leap second is the last of a day of UTC.
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
@@ -145,6 +155,10 @@ def with_formats_as_patterns(schema: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
+# Objects take no properties but those that the schema names, where it does not say (as xgrammar has it). By the
+# standard an object without `additionalProperties` takes any, and a model then invents names until its tokens run out;
+# pydantic's schemas do not say. `additionalProperties` that is given stays as it is, and so do objects of which the
+# schema names no property.
 _NAMED = ("properties", "patternProperties")
 _SAID = ("additionalProperties", "unevaluatedProperties")
 _CHOICES = ("anyOf", "oneOf")

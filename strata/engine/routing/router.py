@@ -1,4 +1,5 @@
-"""Routes requests to replicas of an engine: a value in, a value out, without sockets, clocks or tasks."""
+"""Routes requests to replicas of an engine: a value in, a value out, without sockets, clocks or tasks. Which prefixes a
+replica holds follows from the prompts that it was sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scheduler is told before it starts."""
+"""What a scheduler is told before it starts, and what it tells: why sequences wait, and counts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Pages for sequences: those that they begin with, those that they grow into, and whose are taken when there are no
-more."""
+more; and what running sequences draw next, a row for the newest id of each and rows for drafts behind it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What sequences find in the prefix tree, what they leave there, and from when on others may read it."""
+"""What sequences find in the prefix tree, what they leave there, and from when on others may read it.
+
+Pages that come from elsewhere are planned once, waited for by whoever begins with them, and found by all when there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The steps of the last seconds in sums: how near they were to their floor, and what they waited for."""
+"""The steps of the last seconds in sums: how near they were to their floor, and what they waited for. Beside the
+ledgers of requests, it is all that is noted of an engine while it serves."""
 
 from __future__ import annotations
 
