@@ -1,4 +1,5 @@
-"""Objects take no properties but those that their schema names, where it does not say; none becomes impossible."""
+"""Objects take no properties but those that their schema names, where it does not say; none becomes impossible.
+Formats of strings: what is taken is what libraries that know them take; one that nobody knows asserts nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pages elsewhere, and what brings them to a stand-in for a device, at its leisure and not always."""
+"""Pages elsewhere, and what brings them to a stand-in for a device, at its leisure and not always; and devices of
+which some layers see a window or keep a fixed state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How prompts are divided beside decodes, on a device whose times can be counted by hand."""
+"""How prompts are divided beside decodes, on a device whose times can be counted by hand. What steps are predicted
+to take: by hand, against what was measured, and the chunk that follows from it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Options that no engine has are refused by name before anything is loaded; how many sequences an engine runs; what a
-start imports."""
+"""Options that no engine has, and that do not go together, are refused by name before anything is loaded; how many
+sequences an engine runs; what a start imports."""
 
 from __future__ import annotations
 

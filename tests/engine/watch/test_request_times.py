@@ -1,5 +1,5 @@
 """The parts of a request's time add up to what a device with a clock of its own took, and are put down to the right
-causes."""
+causes; floors of steps, and what is found to hold an engine back."""
 
 from __future__ import annotations
 
