@@ -1,6 +1,6 @@
-"""Page reference counts against a plain model: a count and a flag for each page, and a list of idle pages. A prefix goes
-on where its last window is whole. The host buffer of a step against the formulas of Batch and PagedKV, and pool copies.
-"""
+"""Page reference counts against a plain model: a count and a flag for each page, and a list of idle pages. A prefix
+goes on where its last window is whole. The host buffer of a step against the formulas of Batch and PagedKV, and pool
+copies."""
 
 from __future__ import annotations
 
