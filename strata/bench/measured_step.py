@@ -22,9 +22,9 @@ from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.plan import Chunk, Draw, NewSequence, StepPlan, WindowEntries
 from strata.engine.program.meta_model import MetaModel
 from strata.engine.program.program import StepProgram
+from strata.engine.program.sizes import StepSizes
 from strata.engine.program.source import Target
 from strata.engine.runner import Runner
-from strata.engine.steps.runner_config import RunnerConfig
 from strata.graph.walk import work_of
 from strata.hardware.replay import time_replayed
 from strata.hardware.roofline import Workload
@@ -126,27 +126,12 @@ def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape 
     program = StepProgram.of(store.model, asked, Target(kind, limits, packed=store.packed), sizes)
     each = -(-sizes.max_length // asked.page_size)
     counts = [each * len(workload.new) + 1] * len(sizes.groups)
-    pool, *others = kept = pools(sizes.groups, counts, config.num_layers, device)
+    kept = pools(sizes.groups, counts, config.num_layers, device)
     for one in kept:
         for tensor in (*one.keys, *one.values):
             tensor.normal_()
-    first, *more = sizes.groups
-    runner = Runner(
-        program,
-        pool,
-        RunnerConfig(
-            asked.max_sequences,
-            sizes.max_tokens,
-            sizes.max_length,
-            frozenset(config.windows[layer] for layer in first.layers),
-            config.num_heads,
-            config.vocab_size,
-            only_windows=first.window is not None,
-        ),
-        device,
-        [(one, group.window) for one, group in zip(others, more, strict=True) if group.window is not None],
-        None if sizes.states is None else StatePool(sizes.states, asked.max_sequences + 1, device),
-    )
+    states = None if sizes.states is None else StatePool(sizes.states, asked.max_sequences + 1, device)
+    runner = Runner(program, sizes, config, kept, device, config.vocab_size, states)
     plan = _plan(workload, each, config.vocab_size, sum(group.window is not None for group in sizes.groups))
     given: dict[str, tuple[Any, ...]] = {}  # to each graph, when it was called last
 
@@ -162,7 +147,9 @@ def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape 
     with torch.inference_mode(), replaced(program.graphs(), noted):
         steps = None
         if recorded is not None:
-            steps = runner.record([replace(recorded, groups=len(sizes.groups))], all_of_them=True)
+            steps = runner.record(
+                StepSizes([replace(recorded, groups=len(sizes.groups))], sizes.prompt_keys), all_of_them=True
+            )
         runner.launch(plan)
         runner.settle()
         graphs = program.graphs()

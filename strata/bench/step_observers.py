@@ -18,9 +18,8 @@ from strata.bench.trace import DeviceInterval, TraceTime, read_trace
 if TYPE_CHECKING:
     from strata.bench.workloads import InferenceTest
     from strata.engine.llm import LLM
-    from strata.engine.loop import EngineLoop
+    from strata.engine.loop import EngineLoop, StepObserver
     from strata.engine.plan import StepPlan
-    from strata.engine.steps.observer import StepObserver
 
 
 @dataclass(frozen=True)

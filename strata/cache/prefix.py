@@ -10,6 +10,18 @@ from typing import Protocol
 from strata.cache.pages import PageAllocator
 
 
+class Elsewhere(Protocol):
+    """Keeps the contents of full pages in places of its own. A place has a number that no page of the pool has; a plan
+    that brings its contents into the pool names it as what a page is copied from."""
+
+    def find(self, tokens: Sequence[int], extra_key: Hashable, first: int, most: int) -> Sequence[int]:
+        """The places of full pages that `tokens` begin with: of the pages `first`, `first` + 1 and so on, without a
+        gap, and none from `most` on. extra_key: as in `PrefixTree`."""
+
+    def lose(self, place: int) -> None:
+        """Its contents could not be brought: it is not found again."""
+
+
 class Attached(Protocol):
     """What the tree keeps for its pages beside them: other state of the same tokens, of which some may be gone."""
 

@@ -42,7 +42,7 @@ class BufferShape:
     prompts: of a recorded step, most sequences that are no decodes, for which cuDNN attends; None: any number. fresh:
     of one, all are prompts without tokens from before it, so cuDNN reads its own keys and values instead of pages.
     ranks: how many divide the tokens of the step, each with as many rows; it writes the keys and values of all.
-    groups: of layers with block tables of their own.
+    groups: of layers with block tables of their own. tags: some sequence brings an adapter or a version of the weights.
     """
 
     tokens: int
@@ -52,6 +52,7 @@ class BufferShape:
     fresh: bool = False
     ranks: int = 1
     groups: int = 1
+    tags: bool = False
 
     def sizes(self) -> dict[str, int]:
         """Elements of each field in the order of the buffer."""
@@ -68,6 +69,7 @@ class BufferShape:
             "bounds": 2,
             "lengths": self.sequences,
             "table_rows": self.sequences,
+            "tags": 2 * self.sequences if self.tags else 0,
             "rows": self.draws,
             "chosen": self.draws if self.ranks > 1 else 0,
             "draw_slots": self.draws,
@@ -104,6 +106,7 @@ class StepBuffer:
     sources: [tokens] slot whose newest id, which only the device knows, stands in for the token; -1 for none.
     positions, slot_mapping, offsets, lengths: see `Batch` and `PagedKV`.
     table_rows: [sequences] which rows of the block tables, and of fixed states, are theirs.
+    tags: [2 * sequences], see `Batch`; of a step without, none.
     starts, decode_lengths, bounds: see `BatchParts`; only `divide` fills them.
     rows: [draws] row of the hidden states that is sampled. chosen: [draws], of a step that ranks divide; see
         `strata.graph.ranks.divide_tokens`.
@@ -248,7 +251,8 @@ class StepBuffer:
             for g, one in enumerate(groups, 1)
         )
         fixed = None if states is None else FixedStates(states.tensors, t["table_rows"])
-        return Batch(tokens, t["positions"], t["offsets"], longest, pages, others, fixed)
+        tags = t["tags"].view(-1, 2) if self.shape.tags else None
+        return Batch(tokens, t["positions"], t["offsets"], longest, pages, others, fixed, tags)
 
     def _pages(
         self, pool: KVPool, tables: Tensor, mapping: Tensor, windows: Iterable[int | None], parts: BatchParts | None

@@ -99,9 +99,9 @@ def graph(
 
     from strata.bench.result import ending_in, report_console
     from strata.comm.symmetric import imagined
+    from strata.engine.compatibility import check_states
     from strata.engine.engine_config import EngineConfig
     from strata.engine.ranks.token_division import CONTEXT_AXIS
-    from strata.engine.startup.kept_states import check_states
     from strata.graph.passes import listing
     from strata.kernels.triton_import import HAS_TRITON
     from strata.parallel.serving_shard import TENSOR_AXIS, RankShard

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import secrets
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,69 +14,62 @@ import torch
 
 from strata.cache.groups import books
 from strata.cache.pages import PageAllocator
-from strata.engine.compilations import Compilations
+from strata.engine.compatibility import check_states, without_effect
 from strata.engine.embeddings.pooling import PromptPooler
 from strata.engine.engine_config import EngineConfig
 from strata.engine.grammars.grammar import vocabulary
-from strata.engine.ledger import Ledger
 from strata.engine.loop import EngineLoop
-from strata.engine.program.program import StepProgram
 from strata.engine.ranks.expert_balance import ExpertBalance
 from strata.engine.ranks.followers import Followers
 from strata.engine.ranks.own_tokens_runner import OwnTokensRunner
 from strata.engine.ranks.rank import OneRank, share_of
 from strata.engine.ranks.ranked_runner import RankedPooler, RankedRunner
-from strata.engine.recorded_steps import REASONS, RecordedSteps
+from strata.engine.recorded_steps import REASONS
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.rank_schedulers import RankPages, RankSchedulers
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.startup.clock import Log, StartupClock, collector_off
 from strata.engine.startup.executor import Executor, build_executor
-from strata.engine.startup.experts_of_ranks import without_effect
-from strata.engine.startup.kept_states import check_states
 from strata.engine.step_cost import step_shares, step_target, step_times
 from strata.engine.warm_up import warm_up
 from strata.engine.watch.step_shares import StepShares
 from strata.hardware.machine import cpu_name
+from strata.kernels.compiled import KINDS, Compiled, Kind, listen
 from strata.models.config import ModelConfig
 from strata.models.generation_config import GenerationDefaults, read_generation_config
-from strata.models.weights import WeightStore, resolve
+from strata.models.weights import resolve
 from strata.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Engine:
-    """An engine and what it was made of.
+class Engine(Executor):
+    """An engine and what it was made of; of several ranks with the executor of the first, whose weights tell the others
+    what changes them.
 
-    weights: of `model` (of the first rank), which may change between steps.
     bad_words: id sequences that no output may complete, whatever it asks for.
     compilations: what has been compiled in the process since the engine was ready.
-    recorded: steps that replay CUDA graphs, and counts of those that do not; None if none is to.
     ranks: what runs steps on all of several ranks; None where there is one.
-    program: what its steps run, of the first rank.
     shares: what can be told of a step by its plan.
     """
 
     loop: EngineLoop
     pages: PageAllocator | RankPages
-    pooler: PromptPooler
-    model: torch.nn.Module
-    weights: WeightStore
     config: ModelConfig
     tokenizer: Tokenizer | None
     default_params: SamplingParams
     bad_words: tuple[tuple[int, ...], ...]
     eos_ids: frozenset[int]
-    ledger: Ledger
     startup: dict[str, float]
-    max_model_len: int
     device: torch.device
     compilations: Compilations
-    recorded: RecordedSteps | None
     ranks: RankedRunner | None
-    program: StepProgram
     shares: StepShares
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.costed.sizes.max_length
 
     def ready_line(self) -> str:
         """How it stands once it is made, in a line."""
@@ -131,11 +125,12 @@ def _build(
         experts = executor.experts
         balance = None if experts is None else ExpertBalance(experts, asked.eplb_step_interval, log)
         if asked.enable_dp_attention:
-            sizes = mask_ids, executor.max_sequences
-            ranks = OwnTokensRunner(executor.runner, followers, experts, balance, *sizes, device)
+            slots = executor.costed.sizes.max_sequences
+            ranks = OwnTokensRunner(executor.runner, followers, experts, balance, mask_ids, slots, device)
         else:
             ranks = RankedRunner(executor.runner, followers, experts, balance)
         pooler = RankedPooler(executor.pooler, followers)
+        executor.weights.everywhere = ranks.update_weight
     with clock.phase("graph"):
         shares = _step_shares(executor, device)
         replayed = executor.program.sizes
@@ -143,8 +138,9 @@ def _build(
     recorded, ledger = executor.recorded, executor.ledger
     seed = secrets.randbits(63) if asked.seed is None else asked.seed
     stages = asked.pipeline_parallel_size
+    sizes = executor.costed.sizes
     scheduler_config = SchedulerConfig(
-        executor.max_sequences, executor.max_tokens, executor.max_length, seed, target, stages=stages
+        sizes.max_sequences, sizes.max_tokens, sizes.max_length, seed, target, stages=stages
     )
     scheduler, pages = _scheduler(asked, scheduler_config, executor)
     loop = EngineLoop(scheduler, ranks or executor.runner, run_ahead=device.type == "cuda", ledger=ledger)
@@ -160,24 +156,18 @@ def _build(
     gc.freeze()
     details(clock.line())
     engine = Engine(
+        **vars(executor) | {"pooler": pooler},
         loop=loop,
         pages=pages,
-        pooler=pooler,
-        model=executor.model,
-        weights=executor.weights,
         config=config,
         tokenizer=tokenizer,
         default_params=default_params,
         bad_words=_bad_words(config, defaults, eos_ids),
         eos_ids=eos_ids,
-        ledger=ledger,
         startup=clock.phases,
-        max_model_len=executor.max_length,
         device=device,
         compilations=compilations,
-        recorded=recorded,
         ranks=ranks,
-        program=executor.program,
         shares=shares,
     )
     if followers is not None and recorded is not None:
@@ -199,7 +189,7 @@ def _scheduler(
         of_ranks = RankSchedulers(config, counts[0], asked.page_size, caches=asked.enable_prefix_caching)
         return of_ranks, of_ranks.pages
     snapshots = executor.ledger.snapshots if executor.ledger.state_bytes else None
-    held = books(executor.groups, counts, config.max_sequences, config.max_length, snapshots)
+    held = books(executor.costed.sizes.groups, counts, config.max_sequences, config.max_length, snapshots)
     tree = held.tree() if asked.enable_prefix_caching else None
     return Scheduler(config, held.pages, tree, held.windows, held.snapshots), held.filled
 
@@ -241,3 +231,40 @@ def _eos_ids(config: ModelConfig, defaults: GenerationDefaults, tokenizer: Token
     """generation_config.json's, else config.json's, else the tokenizer's."""
     own = tokenizer.eos_ids if tokenizer is not None else ()
     return frozenset(defaults.eos_ids or config.eos_ids or own)
+
+
+_DONE: dict[Kind, str] = {"kernel": "compiled", "cached kernel": "read from the disk"}
+
+
+class Compilations:
+    """Counts what the process compiles and reads from the disk, by kind, between `begin` and `end`.
+
+    The process is one: if it has several engines that are ready, each counts what any of them brings about.
+
+    log: gets a line when something of a kind and name is met for the first time.
+    """
+
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self.counts: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+        self._log = log
+        self._logged: set[tuple[Kind, str]] = set()
+        self._stop: Callable[[], None] = lambda: None
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def begin(self) -> None:
+        self._stop()
+        self._stop = listen(self._count)
+
+    def end(self) -> None:
+        """Count no more; others who count go on."""
+        self._stop()
+
+    def _count(self, compiled: Compiled) -> None:
+        self.counts[compiled.kind] += 1
+        if (compiled.kind, compiled.name) not in self._logged:
+            self._logged.add((compiled.kind, compiled.name))
+            variant = f" ({compiled.variant})" if compiled.variant else ""
+            self._log(f"{_DONE[compiled.kind]} while serving: {compiled.name}{variant}")

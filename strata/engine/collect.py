@@ -1,17 +1,53 @@
-"""Gathers what a request's sequences bring into the output that its caller sees."""
+"""Gathers what a request's sequences bring into the output that its caller sees, whoever steps the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Listed
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
+from threading import Lock
+from typing import TYPE_CHECKING
 
 from strata.engine.faults import why_no_id
-from strata.engine.logprob_rows import LogprobRows
+from strata.engine.loop import EngineLoop, StepOutput
 from strata.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from strata.engine.process.messages import TokenLogprobs
 from strata.engine.request import Request, Sequence
 from strata.engine.samples import Sample
 from strata.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from strata.engine.sampler import LogprobTensors
+
+
+class LogprobRows:
+    """The rows of tensors that are on the host. They become Python values at once, when the first of them is read."""
+
+    def __init__(self, tensors: LogprobTensors) -> None:
+        self._tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self._tensors.chosen)
+
+    def entry(self, row: int, token: int, most: int) -> TokenLogprobs:
+        """What `row` tells of `token`, which it was computed for, and of the likeliest `most` ids."""
+        chosen, ranks, top_ids, top = self._values
+        return TokenLogprobs(token, chosen[row], ranks[row], top_ids[row][:most], top[row][:most])
+
+    @cached_property
+    def _values(self) -> tuple[list[float], list[int], list[list[int]], list[list[float]]]:
+        tensors = self._tensors
+        return (
+            tensors.chosen.tolist(),
+            tensors.ranks.tolist(),
+            tensors.top_ids.tolist(),
+            tensors.top.tolist(),
+        )
 
 
 @dataclass
@@ -133,3 +169,102 @@ class Collector:
 
     def _text(self, token: int) -> str | None:
         return self._tokenizer.decode([token], skip_special_tokens=False) if self._tokenizer is not None else None
+
+
+class Delivery:
+    """The one owner of a loop and of the collectors of all its requests.
+
+    Calls may be nested, as in a stream whose reader generates, but not simultaneous: one that comes while another is
+    under way, from a second thread or a signal handler, raises RuntimeError. If a step fails, all requests end with it:
+    the error goes to whoever stepped, the others get a RuntimeError when they step.
+    """
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+        self._collectors: dict[str, Collector] = {}
+        self._abandoned: deque[str] = deque()
+        self._lock = Lock()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Use the engine while nobody else does. Raises RuntimeError if somebody does."""
+        if self._lock.locked():
+            raise RuntimeError(
+                "this LLM is in use: it takes one call at a time, from one thread; give each thread an LLM, or let "
+                "`strata serve` answer callers side by side"
+            )
+        with self._lock:
+            yield
+
+    def add(self, collectors: Listed[Collector], matchers: Iterable[LLMatcher | None]) -> None:
+        """Queue all requests or none. Raises ValueError for one that can never run."""
+        with self.exclusive():
+            self._end_abandoned()
+            try:
+                for collector, matcher in zip(collectors, matchers, strict=True):
+                    self._loop.add(collector.request, matcher)
+                    self._collectors[collector.request.id] = collector
+            except BaseException:
+                self._abandoned += [collector.request.id for collector in collectors]
+                self._end_abandoned()
+                raise
+
+    def step(self, wanted: Collector) -> None:
+        """Run a step. Raises RuntimeError if `wanted`, which is unfinished, has ended with a step that failed."""
+        with self.exclusive():
+            self._end_abandoned()
+            if self._loop.idle:
+                self._collectors.clear()
+            if wanted.request.id not in self._collectors:
+                raise RuntimeError(
+                    "this request ended unfinished, with a step that failed or was interrupted: repeat it"
+                )
+            try:
+                output = self._loop.step()
+                if output is not None:
+                    self._deliver(output)
+            except BaseException:
+                self._abandoned += self._collectors
+                self._end_abandoned()
+                raise
+
+    def leave(self, collectors: Listed[Collector]) -> None:
+        """End what is unfinished of these requests: now, or before the next step if one is under way (this may be the
+        end of a stream that the garbage collector found)."""
+        self._abandoned += [collector.request.id for collector in collectors if not collector.finished]
+        if not self._lock.locked():
+            with self._lock:
+                self._end_abandoned()
+
+    def _end_abandoned(self) -> None:
+        while self._abandoned:
+            id = self._abandoned[0]
+            self._collectors.pop(id, None)
+            self._loop.abort(id)
+            self._abandoned.popleft()  # only now: an interrupt must not leave it to run on
+        if not self._collectors:  # what is still under way belongs to nobody
+            for _ in self._loop.outputs():
+                pass
+
+    def _deliver(self, output: StepOutput) -> None:
+        collectors = self._collectors
+        for sequence, part in output.prompt_logprobs:
+            collector = collectors.get(sequence.request.id)
+            if collector is not None:
+                collector.append_prompt_logprobs(part.first, LogprobRows(part.tensors))
+        rows = LogprobRows(output.logprobs) if output.logprobs is not None else None
+        for update in output.updates:
+            sequence = update.sequence
+            collector = collectors.get(sequence.request.id)
+            if collector is None:
+                continue
+            if not update.tokens:
+                collector.fail(sequence)
+            else:
+                stopped = collector.append(sequence, update.tokens, update.finish_reason)
+                if rows is not None:
+                    collector.append_logprobs(sequence, rows, output.rows[sequence.id])
+                if stopped is not None:
+                    self._loop.finish(sequence, "stop", stopped)
+            if collector.finished:
+                del collectors[sequence.request.id]

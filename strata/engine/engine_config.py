@@ -15,17 +15,19 @@ from strata.cache.block_tables import table_pages
 from strata.cache.groups import PageGroup, page_groups
 from strata.cache.pool import PoolShape
 from strata.cache.state_pool import StateShape
-from strata.cache.tables import BufferShape
-from strata.engine.compatibility import check_compatible
+from strata.engine.compatibility import (
+    check_compatible,
+    check_divided_keys,
+    check_experts,
+    check_messages,
+    check_states,
+    keeps_all,
+)
 from strata.engine.given.options import check_types, own_options
-from strata.engine.program.sizes import LIBRARY_TOKENS, recorded_sizes
+from strata.engine.program.sizes import LIBRARY_TOKENS, StepSizes, recorded_sizes
 from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
 from strata.engine.sampling_params import RANGES, check_integer
 from strata.engine.scheduling.room import SERVER_TTFT_MS
-from strata.engine.startup.divided_keys import check_divided_keys
-from strata.engine.startup.experts_of_ranks import check_experts
-from strata.engine.startup.kept_states import check_states, keeps_all
-from strata.engine.startup.narrow_messages import check_messages
 from strata.engine.startup.packing import NOTHING_PACKED, Packing
 from strata.engine.startup.sparse_attention import SPARSE_SIZES, check_sparse_attention
 from strata.graph.passes import passes_of
@@ -46,7 +48,6 @@ _AXES = {
     CONTEXT_AXIS: "prefill_context_parallel_size",
     TENSOR_AXIS: "tensor_parallel_size",
 }
-
 
 # In which 8 bits pages keep keys and values; None: in the weights' dtype.
 KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
@@ -342,24 +343,14 @@ class EngineSizes:
         return gathered_keys(longest, self.pool.kv_heads * self.pool.head_dim)
 
     @cached_property
-    def recorded(self) -> tuple[BufferShape, ...]:
-        """Sizes of steps that get a CUDA graph."""
+    def recorded(self) -> StepSizes:
+        """Of steps that get a CUDA graph."""
         if not self.captures:
-            return ()
+            return StepSizes()
         fresh = self.attends and keeps_neighbours_apart(self.pool.dtype)  # a step's own rows are floats
         given = self.max_sequences, self.max_tokens, self.parameters
         found = recorded_sizes(*given, self.library, fresh, self.division, self.exchanged)
-        return tuple(replace(size, groups=len(self.groups)) for size in found)
-
-    @property
-    def recorded_tokens(self) -> int:
-        """Of the largest step that is recorded; 0 if none is."""
-        return max((size.tokens for size in self.recorded), default=0)
-
-    @property
-    def divided_tokens(self) -> int:
-        """Of the largest step that is recorded of those that ranks divide."""
-        return max((size.tokens * size.ranks for size in self.recorded if size.ranks > 1), default=0)
+        return StepSizes((replace(size, groups=len(self.groups)) for size in found), self.prompt_keys)
 
     @staticmethod
     def of(

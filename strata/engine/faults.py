@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -40,12 +40,12 @@ def out_of_memory(error: BaseException, doing: str, ledger: Ledger) -> EngineFau
 
 
 @contextmanager
-def memory_explained(doing: str, ledger: Ledger) -> Iterator[None]:
-    """Raise EngineFault instead of any error that a lack of memory causes inside."""
+def memory_explained(doing: str | Callable[[], str], ledger: Ledger) -> Iterator[None]:
+    """Raise EngineFault instead of any error that a lack of memory causes inside. doing: in words, made when needed."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        fault = out_of_memory(error, doing, ledger)
+        fault = out_of_memory(error, doing if isinstance(doing, str) else doing(), ledger)
         if fault is None:
             raise
         raise fault from None

@@ -10,11 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from strata.cache.groups import PageGroup, divide_pages
-from strata.cache.pool import PoolShape
-from strata.cache.state_pool import StateShape
-from strata.cache.tables import BufferShape
+from strata.cache.groups import divide_pages
 from strata.cache.window_pages import most_pages
+from strata.engine.engine_config import EngineSizes
 from strata.models.config import ModelConfig
 from strata.models.memory import free_bytes
 from strata.text.counted import counted
@@ -229,37 +227,30 @@ def room_beside_snapshots(pages: int, max_sequences: int, state_bytes: int) -> i
 
 def plan_memory(
     config: ModelConfig,
-    pool: PoolShape,
+    sizes: EngineSizes,
     device: torch.device,
     *,
     weight_bytes: int,
-    max_tokens: int,
-    max_sequences: int,
-    max_length: int,
     utilization: float,
     num_pages: int | None,
-    dtype: torch.dtype,
-    recorded: Sequence[BufferShape],
     scratch: int,
     sharing: int = 1,
     messages: int = 0,
     sources: int = 1,
     memory: DeviceMemory | None = None,
-    groups: Sequence[PageGroup] = (),
-    states: StateShape | None = None,
     takes_snapshots: bool = False,
 ) -> Ledger:
     """Divide the device's memory.
 
-    memory: of a device that need not be here; None: of `device` as it is now.
-    sharing: how many processes like this one a host's memory is for; a GPU is of one. messages: bytes
-        that those between ranks need. groups: of layers that keep rows of one kind each, in pools like parts of
-        `pool`; none: all layers are alike. sources: ranks whose rows meet at experts, each of them as many as the
-        step of one has. states: of layers that keep a fixed state; takes_snapshots: prefixes of it are kept.
-    utilization: the share of a GPU that may be in use once the engine is, by whomever.
-    recorded: sizes of the steps that CUDA graphs run. scratch: bytes that decode attention needs beside its result.
-    Raises ValueError if the pages would not hold one sequence of `max_length` tokens, with what to change.
+    memory: of a device that need not be here; None: of `device` as it is now. sharing: how many processes like this one
+    a host's memory is for; a GPU is of one. messages: bytes that those between ranks need. sources: ranks whose rows
+    meet at experts, each of them as many as the step of one has. takes_snapshots: prefixes of fixed states are kept.
+    utilization: the share of a GPU that may be in use once the engine is, by whomever. scratch: bytes that decode
+    attention needs beside its result.
+    Raises ValueError if the pages would not hold one sequence of the longest, with what to change.
     """
+    pool, groups, recorded, dtype = sizes.pool, sizes.groups, sizes.recorded, sizes.pool.dtype
+    max_tokens, max_sequences, max_length = sizes.max_tokens, sizes.max_sequences, sizes.max_length
     free, total = available_memory(device) if memory is None else (memory.free, memory.total)
     if device.type == "cpu":
         free //= sharing
@@ -274,7 +265,7 @@ def plan_memory(
         largest = activation_bytes(config, max(size.tokens for size in recorded) * sources, 0, dtype)
         graphs = largest + logits + GIB // 2 + scratch
     per_sequence = -(-max_length // pool.page_tokens)
-    state_bytes = 0 if states is None else states.row_bytes
+    state_bytes = 0 if sizes.states is None else sizes.states.row_bytes
     fixed = weight_bytes + activations + sequences + graphs + messages + (max_sequences + 1) * state_bytes
     others = 0
     if device.type == "cuda":
@@ -284,7 +275,6 @@ def plan_memory(
     else:
         budget = free
         room = int((budget - fixed) * CPU_KV_SHARE)
-    groups = groups or (PageGroup(tuple(range(pool.layers)), None, pool),)
     snapshots = 0
     if state_bytes and takes_snapshots:
         snapshots = snapshot_rows(room, max_sequences, state_bytes)

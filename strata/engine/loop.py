@@ -10,23 +10,30 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from strata.engine.faults import EngineFault, out_of_memory
+from strata.engine.faults import EngineFault, memory_explained
 from strata.engine.grammars.matchers import explain, takes_end
 from strata.engine.plan import StepPlan, TransferEnd, UndrawnStep
 from strata.engine.request import Request, Sequence, Update
-from strata.engine.scheduling.held import Held
+from strata.engine.scheduling.config import Held
 from strata.engine.scheduling.late_launch import LateLaunch
 from strata.engine.scheduling.rank_schedulers import RankSchedulers
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.text.counted import counted
 
-if TYPE_CHECKING:  # what a device gives and takes passes through the loop unread
+if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from strata.engine.ledger import Ledger
     from strata.engine.runner import PromptLogprobs
     from strata.engine.sampler import LogprobTensors
-    from strata.engine.steps.observer import StepObserver
+
+
+class StepObserver(Protocol):
+    """Told, while the host enqueues a step, where its work on the device begins and where it ends."""
+
+    def begin(self, plan: StepPlan) -> None: ...
+
+    def end(self) -> None: ...
 
 
 class LaunchedStep(Protocol):
@@ -86,20 +93,10 @@ class StepTiming(NamedTuple):
     held: tuple[Held, ...]
     planned: float
     launched: float
-    ended: float
+    ended: float = 0.0
     drawing: float = 0.0
     recorded: bool = False
     late: bool = False
-
-
-@dataclass(slots=True)
-class _Launch:
-    """What is known of a step under way; see `StepTiming`."""
-
-    held: tuple[Held, ...]
-    planned: float
-    launched: float
-    drawing: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -157,7 +154,7 @@ class EngineLoop:
         self._outstanding: LaunchedStep | UndrawnStep | None = None
         self._stages = scheduler.config.stages
         self._in_stages: deque[LaunchedStep] = deque()
-        self._launches: deque[_Launch] = deque()  # of the steps under way
+        self._launches: deque[StepTiming] = deque()  # of the steps under way, as far as it is known
         self._late: LateLaunch | None = None
         self._fault: str | None = None
         self._is_inconsistent = False
@@ -284,8 +281,8 @@ class EngineLoop:
         self._is_inconsistent = False
 
     def _launch(self, plan: StepPlan, planned: float) -> LaunchedStep | UndrawnStep:
-        self._launches.append(_Launch(self.scheduler.take_held(), planned, self.clock()))
-        with self._memory_explained(plan):
+        self._launches.append(StepTiming(plan, self.scheduler.take_held(), planned, self.clock()))
+        with memory_explained(lambda: _doing(plan), self._ledger):
             return self._runner.launch(plan)
 
     def _masked(self, step: LaunchedStep | UndrawnStep) -> LaunchedStep | UndrawnStep:
@@ -300,40 +297,19 @@ class EngineLoop:
         if not isinstance(step, UndrawnStep):
             return step
         began = self.clock()
-        with self._memory_explained(step.plan):
+        with memory_explained(lambda: _doing(step.plan), self._ledger):
             drawn = self._runner.draw(step)
         if drawn.masked:
-            self._launches[0 if self._stages == 1 else -1].drawing = self.clock() - began
+            at = 0 if self._stages == 1 else -1
+            self._launches[at] = self._launches[at]._replace(drawing=self.clock() - began)
         return drawn
-
-    @contextmanager
-    def _memory_explained(self, plan: StepPlan) -> Iterator[None]:
-        """Raise EngineFault, now and for all requests to come, if the device runs out of memory inside."""
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            doing = f"running a step of {counted(plan.tokens, 'token')} from {counted(len(plan.chunks), 'sequence')}"
-            fault = out_of_memory(error, doing, self._ledger)
-            if fault is None:
-                raise
-            raise fault from None
 
     def _complete(self, launched: LaunchedStep) -> StepOutput:
         late = self._run_ahead and launched.ended
         ids, plan = launched.wait(), launched.plan
         if self._late is not None:
             self._late.completed(in_time=not late)
-        launch, ended = self._launches.popleft(), self.clock()
-        timing = StepTiming(
-            plan,
-            launch.held,
-            launch.planned,
-            launch.launched,
-            ended,
-            launch.drawing,
-            launched.size is not None,
-            late,
-        )
+        timing = self._launches.popleft()._replace(ended=self.clock(), recorded=launched.size is not None, late=late)
         scored = [(self.scheduler.sequence(part.sequence), part) for part in launched.prompt_logprobs]
         failed = self._fail_lost(plan) if launched.masked else []
         updates = failed + self.scheduler.complete(plan, ids, launched.arrived)
@@ -365,6 +341,10 @@ class EngineLoop:
                 self.scheduler.finish(sequence, "stop")
                 return Update(sequence, tokens[:taken], "stop")
         return update
+
+
+def _doing(plan: StepPlan) -> str:
+    return f"running a step of {counted(plan.tokens, 'token')} from {counted(len(plan.chunks), 'sequence')}"
 
 
 def _size(step: LaunchedStep | UndrawnStep | None) -> Hashable | None:

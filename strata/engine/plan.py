@@ -69,6 +69,11 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: int | None = None
     tags: Tags | None = None
 
+    @property
+    def adapter_and_weights(self) -> tuple[str, str]:
+        """The tags of which a step has rows, see `Batch.tags`."""
+        return ("", "") if self.tags is None else (self.tags.adapter, self.tags.weights)
+
 
 # What is told for a drawn row behind which a draft was wrong: nothing comes of it.
 REJECTED = -2
@@ -132,7 +137,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         scheduler's order. With none nothing can run before a transfer has ended: the step ends when one has, and in any
         case shortly.
     copies: (from, to) pages, to be copied in this order before the step writes anything. If `from` is no page of the
-        pool, it is a place elsewhere (see `strata.cache.elsewhere`): such a transfer may take longer than the step,
+        pool, it is a place elsewhere (see `strata.cache.prefix`): such a transfer may take longer than the step,
         which does not read the page, and its end is told by an `TransferEnd`.
     tokens: the sum of the chunks' counts.
     banned: (slot, id) that this draw of the slot may not give, because it would complete a bad word.

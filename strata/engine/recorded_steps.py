@@ -69,8 +69,9 @@ def gathered_rows_of(heads: int, pool: PoolShape) -> Rows:
     return Rows(heads * pool.head_dim + own, heads * pool.head_dim, own, own)
 
 
-Reason = Literal["too_large", "prompt_logprobs", "out_of_memory"]
-"""Why a step replays no CUDA graph: no size is meant for it, it scores a prompt, or its size could not be recorded."""
+Reason = Literal["too_large", "prompt_logprobs", "tags", "out_of_memory"]
+"""Why a step replays no CUDA graph: no size is meant for it, it scores a prompt, a sequence of it has tags, or its size
+could not be recorded."""
 REASONS: tuple[Reason, ...] = get_args(Reason)
 # What is recorded of a size; the last only where ranks divide the vocabulary.
 _PARTS = ("run", "draw", "draw plain")
@@ -135,6 +136,8 @@ class RecordedSteps:
         reason: Reason = "too_large"
         if shape.scored:
             reason = "prompt_logprobs"
+        elif shape.tagged:
+            reason = "tags"
         elif shape.decodes or StepSizes(self.lacking).would_hold(shape):  # for all decodes there are sizes
             reason = "out_of_memory"
         self.unrecorded[reason] += 1

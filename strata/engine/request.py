@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
+# Of a sequence that does not run.
+NO_SLOT = -1
+
+
 class Status(Enum):
     WAITING = auto()
     RUNNING = auto()
@@ -157,7 +161,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     windows: tuple[WindowTable, ...] = ()
     marks: Marks | None = None
-    slot: int | None = None
+    slot: int = NO_SLOT
     status: Status = Status.WAITING
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -182,7 +186,7 @@ class Sequence:
     def __post_init__(self) -> None:
         request = self.request
         self.order = (request.arrival - seconds_ahead(request.priority), self.id)
-        self.extra_key = request.extra_key if request.tags is not None else request.salt
+        self.extra_key = request.extra_key
         self.end_ids = request.end_ids
         self.min_length = self.prompt_length + request.params.min_tokens
         self.long_bad_words = tuple(word for word in request.bad_words if len(word) > 1)

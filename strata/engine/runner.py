@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,27 +13,26 @@ from torch import Tensor
 
 from strata.cache.block_tables import BlockTables, table_pages
 from strata.cache.pool import KVPool
-from strata.cache.staging import Staging
+from strata.cache.staging import Staging, send
 from strata.cache.state_pool import StatePool
 from strata.cache.tables import BufferShape, StepBuffer
+from strata.engine.engine_config import EngineSizes
 from strata.engine.grammars.grammar import Masks, MasksUnderWay
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS
+from strata.engine.loop import StepObserver
 from strata.engine.plan import PlanArrays, StepPlan, UndrawnStep
 from strata.engine.program.inputs import DrawStep
 from strata.engine.program.program import StepChoice, StepProgram
 from strata.engine.program.shape import StepShape
-from strata.engine.ranks.step_room import StepRoom
+from strata.engine.program.sizes import StepSizes
 from strata.engine.ranks.token_division import RankStep
 from strata.engine.recorded_steps import RecordedSteps, draw_inputs, step_inputs
 from strata.engine.sampler import DrawRow, LogprobTensors, Sampler
 from strata.engine.steps.groups import WindowSteps
-from strata.engine.steps.observer import StepObserver
-from strata.engine.steps.runner_config import RunnerConfig
 from strata.engine.steps.slots import SlotState, meets
-from strata.engine.transfer import send
 from strata.graph.cudagraph import CudaGraphs, Recordings
-from strata.kernels.attention.virtual_sequences import gathered_keys
 from strata.kernels.sampling.sampling import likeliest
+from strata.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,8 @@ class Launched:
     """A step that is under way. `wait` blocks until the host has its ids and log-probabilities.
 
     masked: some rows drew under a mask. If a matcher is in its error state, the id of its sequence means nothing.
-    size: of the recording that it replays from ids to ids, None if it does not.
+    size: of the recording that it replays from ids to ids, None if it does not. watch: waits until what it is given
+    says that the step has ended, and raises if that cannot be any more; None where no other rank takes part.
     """
 
     plan: StepPlan
@@ -61,6 +61,7 @@ class Launched:
     masked: bool = False
     size: BufferShape | None = None
     arrived: tuple[()] = ()
+    watch: Callable[[Callable[[], bool]], None] | None = None
 
     @property
     def ended(self) -> bool:
@@ -68,7 +69,9 @@ class Launched:
         return self.done is None or self.done.query()
 
     def wait(self) -> list[int]:
-        """The new ids in the order of the plan's draws."""
+        """The new ids in the order of the plan's draws. Raises what `watch` does."""
+        if self.watch is not None:
+            self.watch(lambda: self.ended)
         if self.done is not None:
             self.done.synchronize()
         ids: list[int] = self.ids.tolist()
@@ -102,43 +105,50 @@ class Runner:
     def __init__(
         self,
         program: StepProgram,
-        pool: KVPool,
-        config: RunnerConfig,
+        sizes: EngineSizes,
+        config: ModelConfig,
+        kept: Sequence[KVPool],
         device: torch.device,
-        others: Sequence[tuple[KVPool, int]] = (),
+        mask_ids: int,
         states: StatePool | None = None,
+        stages: int = 1,
     ) -> None:
-        """others: of layers that keep rows of a window and are not in `pool`, the pool and the window of each group.
-        states: of layers that keep a fixed state."""
-        self.pool = pool
-        self._states = states
-        self.program = program.replaying((), 0)  # until there are CUDA graphs
-        self._config, self._device = config, device
-        most_pages = table_pages(config.max_length, pool.shape.page_tokens)
-        self._tables = BlockTables(config.max_sequences, most_pages, device)
+        """config: of the model, of a rank its own. kept: a pool for each of the groups of `sizes`. mask_ids: how many
+        ids a mask of a grammar tells of. states: of layers that keep a fixed state. stages: of the pipeline that this
+        is one of; if there are several, `learn` tells what has been drawn."""
+        slots = sizes.max_sequences
+        self.pool = kept[0]
+        self._states, self._stages, self._heads, self._device = states, stages, config.num_heads, device
+        self.program = program.replaying(StepSizes())  # until there are CUDA graphs
+        self._tables = BlockTables(slots, table_pages(sizes.max_length, self.pool.shape.page_tokens), device)
+        first, *more = sizes.groups
+        # For which a CPU plans its attention. What attends to keys that ranks divide follows no plan.
+        attended = first.layers if self.pool.shape.kept.ranks == 1 else ()
+        self._attended = frozenset(config.windows[layer] for layer in attended)
+        windows = [(pool, group.window) for pool, group in zip(kept[1:], more, strict=True) if group.window is not None]
         self._windows: WindowSteps | None = None
-        if others or config.only_windows:
-            self._windows = WindowSteps((pool, self._tables), others, config.only_windows, device)
-        self._slots = SlotState(config.max_sequences)
-        self._sampler = Sampler(config.max_sequences, config.max_length, device, program.part)
-        self._masks = Masks(config.mask_ids, config.max_sequences, device)
+        if windows or first.window is not None:
+            self._windows = WindowSteps((self.pool, self._tables), windows, first.window is not None, device)
+        self._slots = SlotState(slots)
+        self._sampler = Sampler(slots, sizes.max_length, device, program.part)
+        self._masks = Masks(mask_ids, slots, device)
         # One id more than slots: padding rows of a CUDA graph read and write the last one.
-        self._newest = torch.zeros(config.max_sequences + 1, dtype=torch.int32, device=device)
-        groups = 1 + len(others)
-        largest = BufferShape(config.max_tokens, config.max_sequences + 1, config.max_sequences, groups=groups).size
+        self._newest = torch.zeros(slots + 1, dtype=torch.int32, device=device)
+        shapes = [BufferShape(sizes.max_tokens, slots + 1, slots, groups=len(kept))]
         if program.division is not None:
-            largest = max(largest, program.division.largest(config.max_tokens, config.max_sequences).size)
+            shapes.append(program.division.largest(sizes.max_tokens, slots))
+        largest = max(replace(shape, tags=True).size for shape in shapes)
         # So that a step can be prepared while those before it have not left their buffers.
-        steps, pinned = config.stages + 1, device.type == "cuda"
+        steps, pinned = stages + 1, device.type == "cuda"
         self._staging = [Staging(largest, device) for _ in range(steps)]
-        self._returns = [torch.empty(config.max_sequences, dtype=torch.int32, pin_memory=pinned) for _ in range(steps)]
+        self._returns = [torch.empty(slots, dtype=torch.int32, pin_memory=pinned) for _ in range(steps)]
         self._rank = 0 if program.division is None else program.division.index
         self._recorded: RecordedSteps | None = None
         self.observer: StepObserver | None = None
 
     @torch.inference_mode()
     def record(
-        self, buckets: Iterable[BufferShape], *, all_of_them: bool = False, kernels_are_ready: bool = False
+        self, buckets: StepSizes, *, all_of_them: bool = False, kernels_are_ready: bool = False
     ) -> RecordedSteps:
         """Record CUDA graphs for steps of these sizes, the largest first so that the others fit in its memory.
 
@@ -146,17 +156,13 @@ class Runner:
         variants of own kernels, so that few sizes have to be run before they are recorded.
         """
         given = (self.program, self.pool, self._tables, self._newest, self._staging, self._recordings())
-        more = self._config.heads, self._windows, self._states, self._rank
+        more = self._heads, self._windows, self._states, self._rank
         recorded = RecordedSteps(*given, *more, kernels_are_ready=kernels_are_ready)
-        largest_first = sorted(buckets, key=lambda shape: shape.size, reverse=True)
-        for bucket in largest_first:
+        for bucket in sorted(buckets, key=lambda shape: shape.size, reverse=True):
             recorded.record(bucket, may_lack=not all_of_them)
         torch.cuda.empty_cache()  # what the first runs left on a stream that nothing else uses
         self._recorded = recorded
-        library = any(size.prompts is not None and not size.fresh for size in largest_first)
-        shape, most_pages = self.pool.shape, self._tables.rows.shape[1]
-        keys = gathered_keys(most_pages * shape.page_tokens, shape.kv_heads * shape.head_dim) if library else 0
-        self.program = self.program.replaying(recorded.sizes, keys)
+        self.program = self.program.replaying(StepSizes(recorded.sizes, buckets.prompt_keys))
         for size in recorded.sizes:
             self.program.replayed(size)  # looked up now, when no step waits for it
         return recorded
@@ -170,7 +176,7 @@ class Runner:
             self._slots.newest[slot] = id
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, room: StepRoom | None = None) -> Launched | Undrawn:
+    def launch(self, plan: StepPlan, room: StepShape | None = None) -> Launched | Undrawn:
         """Start a step; its ids come later. Pages and slots of the plan may be reused by the next plan at once.
 
         A step with constrained rows has to be drawn before the next is launched. room: of the steps that other ranks
@@ -220,12 +226,12 @@ class Runner:
 
     def ids_digest(self) -> int:
         """Tells the newest ids of all slots apart from others, for ranks that must have drawn the same."""
-        return zlib.crc32(self._newest[: self._config.max_sequences].cpu().numpy().tobytes())
+        return zlib.crc32(self._newest[:-1].cpu().numpy().tobytes())
 
     def _copy_before(self, plan: StepPlan) -> None:
         if self._states is not None:
             self._states.copy(plan.states_before)
-        if plan.copies and not self._config.only_windows:
+        if plan.copies and not (self._windows is not None and self._windows.only_windows):
             self.pool.copy_pages(plan.copies)
         if self._windows is not None:
             self._windows.copy_pages(plan)
@@ -238,16 +244,10 @@ class Runner:
             self._windows.send()
         buffer.send()
 
-    def _shape(self, plan: StepPlan, arrays: PlanArrays, room: StepRoom | None) -> StepShape:
+    def _shape(self, plan: StepPlan, arrays: PlanArrays, room: StepShape | None) -> StepShape:
         if room is not None:
-            return StepShape.of_ranks(room, arrays)
-        return StepShape.of(arrays, scored=self._scores(plan))
-
-    def _scores(self, plan: StepPlan) -> bool:
-        scored, lengths = self._slots.scored, self._slots.prompt_lengths
-        return bool(scored) and any(
-            chunk.slot in scored and chunk.start < lengths[chunk.slot] - 1 for chunk in plan.chunks
-        )
+            return room._replace(step=arrays)
+        return StepShape.of(arrays, scored=self._slots.scores(plan), tagged=self._slots.tags_any(plan))
 
     def _launch_recorded(self, plan: StepPlan, arrays: PlanArrays, bucket: BufferShape) -> Launched | Undrawn:
         assert self._recorded is not None
@@ -264,16 +264,18 @@ class Runner:
         return undrawn if meets(self._slots.constrained, arrays.drawn) else self._draw(undrawn)
 
     def _launch_eager(
-        self, plan: StepPlan, arrays: PlanArrays, choice: StepChoice, room: StepRoom | None
+        self, plan: StepPlan, arrays: PlanArrays, choice: StepChoice, room: StepShape | None
     ) -> Launched | Undrawn:
         program, variant = self.program, choice.variant
         draws, share = len(arrays.drawn), choice.shape.share
         if room is not None:
-            shape, longest = room.shape(plan), room.longest(plan)
+            shape, longest = room.buffer(plan), room.longest(plan)
         else:
             groups = 1 if self._windows is None else self._windows.groups
             shape = BufferShape(plan.tokens, len(plan.chunks), draws, groups=groups) if share is None else share.shape
             longest = 1 if arrays.are_decodes else int(arrays.counts.max(initial=1))
+        if choice.shape.tagged:
+            shape = replace(shape, tags=True)
         buffer = StepBuffer(shape, self._staging[0], self._staging[0].target(shape.size))
         missing = self._fill(buffer, arrays)
         parts = buffer.divide(arrays.counts, recorded=False) if longest > 1 else None
@@ -289,7 +291,7 @@ class Runner:
             columns = tables[:, : -(-int(arrays.ends.max(initial=1)) // page_size)]
             tokens, tables = inputs.forward(step_inputs(buffer, columns, page_size, self._newest, self._rank))
         others = () if self._windows is None else self._windows.tables(buffer, tables.shape[1])
-        batch = buffer.batch(self.pool, tables, tokens, longest, self._config.windows, parts, others, self._states)
+        batch = buffer.batch(self.pool, tables, tokens, longest, self._attended, parts, others, self._states)
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
         head = program.head
         if choice.shape.scored and head is not None:
@@ -364,10 +366,8 @@ class Runner:
 
     def _admit(self, plan: StepPlan) -> None:
         """Bring the slots up to the plan."""
-        for slot in plan.ended:
-            self._slots.end(slot)
+        self._slots.learn(plan)
         for sequence in plan.new:
-            self._slots.start(sequence)
             self._sampler.admit(sequence)
 
     def _enter_pages(self, plan: StepPlan, recorded: bool) -> None:
@@ -390,7 +390,7 @@ class Runner:
         drawn_here = arrays.starts >= state.known[slots]  # its one token is what its slot drew last
         all_drawn_here = bool(drawn_here.all())
         host["tokens"][:tokens] = 0
-        if self._config.stages > 1:
+        if self._stages > 1:
             host["sources"][:tokens] = -1
             host["tokens"][arrays.last_rows[drawn_here]] = state.newest[slots[drawn_here]]
         elif arrays.are_decodes and all_drawn_here:
@@ -403,11 +403,13 @@ class Runner:
                 start, count, row = (int(field[index]) for field in (arrays.starts, arrays.counts, arrays.last_rows))
                 host["tokens"][row + 1 - count : row + 1] = state[int(slots[index])].tokens[start : start + count]
         state.place_draws(host, arrays)
+        if buffer.shape.tags:
+            state.place_tags(host, slots)
         if isinstance(arrays, RankStep):
             arrays.place(buffer, self._tables, self.pool.shape.page_size)
         if len(arrays.drawn) < buffer.shape.draws:
-            buffer.pad_draws(len(arrays.drawn), self._config.max_sequences)
-        return self._config.stages == 1 and (all_drawn_here or bool(drawn_here.any()))
+            buffer.pad_draws(len(arrays.drawn), len(self._newest) - 1)
+        return self._stages == 1 and (all_drawn_here or bool(drawn_here.any()))
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> Iterator[PromptLogprobs]:
         head, at = self.program.head, 0

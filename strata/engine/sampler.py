@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from strata.cache.staging import fetch, send
 from strata.engine.plan import NewSequence, Sampling
 from strata.engine.ranks.vocabulary_part import VocabularyPart
-from strata.engine.transfer import fetch, send
 from strata.kernels.sampling.filters import apply_bitmask, filter_bounds
 from strata.kernels.sampling.sampling import gumbel_sample, logprobs, penalize
 

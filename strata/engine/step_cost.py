@@ -91,13 +91,12 @@ def token_division(model: MetaModel, context: Axis, kind: str, product: str | No
     if product is None:
         return division
     shape, sizes = model.sizes.pool, model.sizes
-    found, known = step_times(model, product, sizes.recorded_tokens), recognize(product)
+    found, known = step_times(model, product, sizes.recorded.max_tokens), recognize(product)
     link = known_link(known) if known is not None else None
     if found is None or link is None:
         return division
     token = shape.page_bytes // shape.page_size // shape.layers
     message, way = link.seconds(context.size - 1, 0) + MESSAGE_SECONDS, token / (link.bandwidth * LINK)
-    times = DivisionTimes(
-        context.size, division.least, shape.layers * message, shape.layers * way, sizes.divided_tokens
-    )
+    most = max(sizes.recorded.divided_tokens, default=0)
+    times = DivisionTimes(context.size, division.least, shape.layers * message, shape.layers * way, most)
     return replace(division, times=replace(found, division=times))

@@ -11,8 +11,8 @@ from strata.cache.pages import PageAllocator
 from strata.engine.loop import EngineLoop
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
+from strata.engine.scheduling.config import Statistics
 from strata.engine.scheduling.rank_schedulers import RankPages
-from strata.engine.scheduling.statistics import Statistics
 
 # Lengths of prompts that fill a step and more, and of prompts that sum up to no round number, for which kernels are
 # compiled apart.

@@ -25,6 +25,8 @@ class Batch:
         `of_group`; empty: all layers share the pages.
     states: of layers that keep a state of fixed size; None when every sequence stands whole in the batch, and for
         models without such layers.
+    tags: [sequences, 2] rows of each sequence's adapter and of its weights' version, 0 where it has none; None when no
+        sequence of the step has any.
     """
 
     tokens: Tensor
@@ -34,6 +36,7 @@ class Batch:
     pages: PagedKV | None = None
     groups: tuple[Sequences, ...] = ()
     states: FixedStates | None = None
+    tags: Tensor | None = None
 
 
 pytree.register_dataclass(Batch)

@@ -102,10 +102,12 @@ class WeightStore:
 
     model: on a device; parameters that are packed are on the meta device there, and stand in `packed` by their names.
     config: of the model, or of the part. folded: what was computed from parameters, by their names, and how it is
-    computed anew when one changes.
+    computed anew when one changes. everywhere: of a part, how the other ranks of a running engine are told of an update
+    (a name, its tensor, and what writes it here), so that all of them write it or none does.
     """
 
     folded: Sequence[tuple[Container[str], Callable[[], object]]] = ()
+    everywhere: Callable[[str, Tensor, Callable[[], None]], None] | None = None
 
     def __init__(
         self,
@@ -190,13 +192,23 @@ class WeightStore:
         """Let the tensor that checkpoints call `name` be another from the next step on: whole, in any floats, on any
         device. What is packed is packed again, as `load` packs it; a part takes its boxes.
 
-        To be called between steps, on every rank, by whoever launches them. Keys and values that were computed before,
-        those of cached prefixes too, stay those of the old weights. Raises ValueError, before anything has changed, for
-        a name that the model's checkpoints do not have, another shape, no floats, and what cannot be packed.
+        To be called between steps by whoever launches them; of the ranks of an engine on the first, which tells the
+        others. Keys and values that were computed before, those of cached prefixes too, stay those of the old weights.
+        Raises ValueError, before anything has changed, for a name that the model's checkpoints do not have, another
+        shape, no floats, and what cannot be packed.
         """
+        write = self.prepared(name, tensor)
+        if self.everywhere is None:
+            write()
+        else:
+            self.everywhere(name, tensor, write)
+
+    @torch.inference_mode()
+    def prepared(self, name: str, tensor: Tensor) -> Callable[[], None]:
+        """What writes what this has of a tensor, packed already, so that it cannot fail. Raises as `update` does."""
         if name not in self._tensors:
             if DERIVED.fullmatch(name) or is_passed_over(self._complete, name):
-                return
+                return lambda: None
             raise ValueError(self._why_unknown(name))
         shape, parts = self._tensors[name]
         if tuple(tensor.shape) != shape:
@@ -205,9 +217,13 @@ class WeightStore:
             raise ValueError(f"{name} has dtype {tensor.dtype}, expected floats, which are packed here where need be")
         reader = InMemory(tensor)
         writes = [write for one, place in parts.items() for write in self._writes(one, TensorSource(place, reader))]
+        changed = {home.parameter for one in parts for home in self._current_homes().get(one, ())}
+        return partial(self._write, writes, changed)
+
+    @torch.inference_mode()
+    def _write(self, writes: Sequence[Callable[[], object]], changed: set[str]) -> None:
         for write in writes:
             write()
-        changed = {home.parameter for one in parts for home in self._current_homes().get(one, ())}
         for names, make in self.folded:
             if any(name in names for name in changed):
                 make()

@@ -19,6 +19,7 @@ from strata.engine.ledger import Ledger, plan_memory
 from strata.engine.outputs import RequestOutput
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
+from tests.engine.program.programs import plain_sizes
 
 MORE_THAN_ANY_MACHINE_HAS = 1 << 60
 
@@ -26,20 +27,9 @@ MORE_THAN_ANY_MACHINE_HAS = 1 << 60
 @pytest.fixture
 def ledger() -> Ledger:
     config = config_from_dict(SHAPES["0.6B"], "0.6B")
-    return plan_memory(
-        config,
-        PoolShape(config.num_layers, 16, config.num_kv_heads, config.head_dim, torch.bfloat16),
-        torch.device("cpu"),
-        weight_bytes=10**6,
-        max_tokens=64,
-        max_sequences=4,
-        max_length=128,
-        utilization=0.9,
-        num_pages=None,
-        dtype=torch.bfloat16,
-        recorded=[],
-        scratch=0,
-    )
+    pool = PoolShape(config.num_layers, 16, config.num_kv_heads, config.head_dim, torch.bfloat16)
+    asked: dict[str, Any] = {"weight_bytes": 10**6, "utilization": 0.9, "num_pages": None, "scratch": 0}
+    return plan_memory(config, plain_sizes(pool, 4, 64, 128), torch.device("cpu"), **asked)
 
 
 def test_it_says_what_was_being_done_what_is_held_and_the_remedy(ledger: Ledger) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -15,9 +15,11 @@ from strata.cache.state_pool import StatePool, StateShape
 from strata.cache.tables import BufferShape
 from strata.engine import ledger as ledger_module
 from strata.engine import sampler as sampler_module
+from strata.engine.engine_config import EngineSizes
 from strata.engine.ledger import (
     SAMPLING_BYTES,
     DeviceMemory,
+    Ledger,
     PoolTooSmall,
     activation_bytes,
     plan_memory,
@@ -30,23 +32,22 @@ from strata.engine.sampling_params import SamplingParams
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 from strata.models.state import FixedState, PagedRows
+from tests.engine.program.programs import plain_sizes
 from tests.live_bytes import LiveBytes
 from tests.models.gpt_oss_checkpoints import GPT_OSS_CONFIGS
 
 CONFIG = config_from_dict(SHAPES["0.6B"], "0.6B")
 POOL = PoolShape(CONFIG.num_layers, 16, CONFIG.num_kv_heads, CONFIG.head_dim, torch.bfloat16)
-ASKED: dict[str, Any] = {
-    "weight_bytes": 10**6,
-    "max_tokens": 64,
-    "max_sequences": 4,
-    "max_length": 128,
-    "utilization": 0.9,
-    "num_pages": None,
-    "dtype": torch.bfloat16,
-    "recorded": [],
-    "scratch": 0,
-}
 GIB = 1 << 30
+
+
+def planned(kind: str = "cpu", **own: Any) -> Ledger:
+    """Of an engine of a few short sequences. own: other sizes, or what `plan_memory` is told beside them."""
+    names = own.keys() & {field.name for field in fields(EngineSizes)} - {"weight_bytes"}
+    sizes = replace(plain_sizes(POOL, 4, 64, 128), **{name: own.pop(name) for name in names})
+    vars(sizes)["recorded"] = own.pop("recorded", ())
+    own = {"weight_bytes": 10**6, "utilization": 0.9, "num_pages": None, "scratch": 0} | own
+    return plan_memory(CONFIG, sizes, torch.device(kind), **own)
 
 
 def test_a_page_of_the_06b_shape_by_hand() -> None:
@@ -54,7 +55,7 @@ def test_a_page_of_the_06b_shape_by_hand() -> None:
 
 
 def test_the_parts_add_up_to_the_budget() -> None:
-    ledger = plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED)
+    ledger = planned()
     parts = (ledger.weights, ledger.activations, ledger.sequences, ledger.graphs, ledger.kv, ledger.margin)
     assert sum(parts) == ledger.budget
     assert ledger.pages == 4 * 128 // 16, "a CPU takes no more than its sequences could use"
@@ -71,10 +72,8 @@ def test_fixed_states_are_counted_for_slots_padding_and_prefixes() -> None:
     assert shape.row_bytes == row
     groups = page_groups(states, POOL, 128)
     assert [group.layers for group in groups] == [(0, 4, 8, 12, 16, 20, 24)]
-    own = ASKED | {"states": shape, "groups": groups}
-    ledger, without = (
-        plan_memory(CONFIG, POOL, torch.device("cpu"), **own | {"takes_snapshots": takes}) for takes in (True, False)
-    )
+    own = {"states": shape, "groups": groups}
+    ledger, without = (planned(**own | {"takes_snapshots": takes}) for takes in (True, False))
     assert (ledger.state_rows, ledger.snapshots, ledger.states) == (4 + 1 + 2 * 4, 2 * 4, 13 * row)
     assert (without.state_rows, without.snapshots) == (4 + 1, 0)
     assert ledger.page_bytes == 16 * 7 * 2 * 8 * 128 * 2
@@ -87,14 +86,11 @@ def test_fixed_states_are_counted_for_slots_padding_and_prefixes() -> None:
     with pytest.raises(
         ValueError, match=r"fixed size of max_num_seqs=4 sequences need 10240.00 GiB: lower max_num_seqs"
     ):
-        plan_memory(CONFIG, POOL, torch.device("cpu"), **own | {"states": huge})
+        planned(**own | {"states": huge})
 
 
 def test_experts_of_ranks_with_tokens_of_their_own_compute_the_rows_of_all() -> None:
-    alone, shared = (
-        plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED | {"sources": count, "max_tokens": tokens})
-        for count, tokens in ((1, 256), (4, 64))
-    )
+    alone, shared = (planned(sources=count, max_tokens=tokens) for count, tokens in ((1, 256), (4, 64)))
     assert shared.activations == alone.activations - (256 - 64) * CONFIG.vocab_size * (2 + SAMPLING_BYTES)
 
 
@@ -104,7 +100,7 @@ def test_others_on_a_gpu_keep_what_they_have_and_the_rest_stays_free(
 ) -> None:
     monkeypatch.setattr(ledger_module, "available_memory", lambda _: (free * GIB, 141 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    ledger = plan_memory(CONFIG, POOL, torch.device("cuda"), **ASKED)
+    ledger = planned("cuda")
     assert ledger.budget == pytest.approx(wanted * GIB, abs=1)
     assert ledger.others == (141 - free) * GIB
     assert 0 <= ledger.margin < ledger.page_bytes
@@ -116,14 +112,14 @@ def test_a_gpu_that_others_have_filled_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ledger_module, "available_memory", lambda _: (10 * GIB, 141 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     with pytest.raises(ValueError, match=r"131\.00 in use already"):
-        plan_memory(CONFIG, POOL, torch.device("cuda"), **ASKED)
+        planned("cuda")
 
 
 def test_what_is_kept_for_sequences_by_hand() -> None:
     history = 8 * 40961
     tables = 2 * 4 * 2560
     assert sequence_bytes(CONFIG, 256, 40960, 16) == 257 * (history + tables + 151936 // 8 + 4)
-    assert plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED).sequences == sequence_bytes(CONFIG, 4, 128, 16)
+    assert planned().sequences == sequence_bytes(CONFIG, 4, 128, 16)
     sampler = Sampler(256, 40960, torch.device("cpu"))
     params = SamplingParams(repetition_penalty=1.3)
     sampler.admit(new_sequence(Sequence(0, Request("0", (1, 2), params), 0, 9, [1, 2], 2), 3, 0))
@@ -143,18 +139,18 @@ def test_what_attention_needs_is_counted() -> None:
     # Of 8 KV heads with four query heads 528 programs; over pools in 8 bits 512 for each KV head.
     assert decode_attention_cuda.scratch_bytes(8, *shape, rounded=False) == 8 * 8 * 32 * (128 + 1) * 4
     assert decode_attention_cuda.scratch_bytes(8, *shape, rounded=True) == 8 * (4096 // 256) * 32 * (128 + 1) * 4
-    plain = plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED)
-    more = plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED | {"scratch": 10**6})
+    plain = planned()
+    more = planned(scratch=10**6)
     assert more.activations == plain.activations + 10**6
 
 
 def test_recorded_steps_keep_the_largest_logits_and_activations() -> None:
     sizes = [BufferShape(256, 256, 256), BufferShape(2048, 17, 16)]
-    ledger = plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED | {"recorded": sizes, "scratch": 10**6})
+    ledger = planned(recorded=sizes, scratch=10**6)
     activations = 2048 * (2 * CONFIG.hidden_size + 3 * CONFIG.intermediate_size) * 2
     assert ledger.graphs == 256 * CONFIG.vocab_size * 2 + activations + GIB // 2 + 10**6
     assert any("2 sizes of steps" in line for line in ledger.lines())
-    assert plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED | {"scratch": 10**6}).graphs == 0
+    assert planned(scratch=10**6).graphs == 0
 
 
 def test_activations_cover_what_sampling_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,11 +178,11 @@ def test_activations_cover_what_sampling_holds(monkeypatch: pytest.MonkeyPatch) 
 def test_weights_that_do_not_fit_are_named_before_all_else(own: dict[str, Any]) -> None:
     """Neither shorter sequences nor fewer pages would help."""
     memory = DeviceMemory("a GPU", 9 * GIB, 10 * GIB)
-    own = ASKED | own | {"memory": memory, "weight_bytes": 9 * GIB}
+    own = own | {"memory": memory, "weight_bytes": 9 * GIB}
     with pytest.raises(
         PoolTooSmall, match=r"^the weights alone do not fit: they need 9\.00 GiB, and 8\.00 of a GPU "
     ) as raised:
-        plan_memory(CONFIG, POOL, torch.device("cuda"), **own)
+        planned("cuda", **own)
     first, *ledger = str(raised.value).splitlines()
     assert first.endswith(": take a device with more memory")
     assert ledger[0].startswith("memory on a GPU: 8.00 GiB to use of 10.00")
@@ -212,12 +208,12 @@ def test_too_little_room_for_one_sequence_names_the_remedies() -> None:
     with pytest.raises(
         ValueError, match=r"max_model_len=.*: lower max_model_len, max_num_seqs or max_num_batched_tokens, or raise"
     ):
-        plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED | {"max_length": 10**9, "max_sequences": 1})
+        planned(max_length=10**9, max_sequences=1)
 
 
 def test_more_pages_than_memory_is_refused() -> None:
     with pytest.raises(ValueError, match="KV pages do not fit"):
-        plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED | {"num_pages": 10**9})
+        planned(num_pages=10**9)
 
 
 def test_activations_cover_what_a_layer_holds() -> None:
@@ -259,9 +255,9 @@ def test_activations_cover_what_a_gated_delta_net_and_gated_attention_hold() -> 
 def test_pages_that_are_numbers_alone_are_not_without_bound() -> None:
     """Of all of them the host would hold the ids, once enough has run."""
     states = [FixedState(((4, 4),), (None,))] * 28
-    own = ASKED | {"states": StateShape.of(states, torch.bfloat16), "groups": page_groups(states, POOL, 1 << 20)}
+    own = {"states": StateShape.of(states, torch.bfloat16), "groups": page_groups(states, POOL, 1 << 20)}
     few, many = (
-        plan_memory(CONFIG, POOL, torch.device("cpu"), **own | {"max_length": length, "max_sequences": sequences})
+        planned(**own | {"max_length": length, "max_sequences": sequences})
         for length, sequences in ((128, 4), (1 << 20, 64))
     )
     assert (few.pages, few.kv) == (2 * 4 * 128 // 16, 0)

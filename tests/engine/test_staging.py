@@ -31,6 +31,7 @@ from strata.engine.runner import Launched, Runner
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
+from tests.engine.program.programs import plain_sizes
 from tests.engine.simulated import LONGEST, SECONDS_A_STEP, Device, SimulatedRunner, linear, load, simulate, uncrowded
 
 PROMPT = [(7 * place) % 300 for place in range(229)]
@@ -174,7 +175,8 @@ def test_the_plans_of_a_run_alone_give_its_ids_again(folder: Path) -> None:
     assert counted.prefix_hits > 0
 
     pool = KVPool(runner.pool.shape, runner.pool.pages, llm.engine.device)
-    fresh = Runner(runner.program, pool, runner._config, llm.engine.device)
+    engine, sizes = llm.engine, plain_sizes(pool.shape, 32, 128, llm.engine.max_model_len)
+    fresh = Runner(runner.program, sizes, engine.config, [pool], engine.device, engine.config.vocab_size)
     drawn: dict[int, list[int]] = {}
     for frame in frames:
         step = fresh.launch(DECODER.decode(frame))
@@ -191,7 +193,6 @@ HOST = (
     "cache.pages",
     "cache.prefix",
     "engine.collect",
-    "engine.delivery",
     "engine.faults",
     "engine.given.segments",
     "engine.loop",

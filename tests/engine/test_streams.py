@@ -16,14 +16,14 @@ import pytest
 from strata import LLM, SamplingParams
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
-from strata.engine import delivery, loop
+from strata.engine import collect, loop
 from strata.engine.collect import Collector
 from strata.engine.grammars.structured_outputs import StructuredOutputsParams
 from strata.engine.outputs import RequestOutput
 from strata.engine.plan import StepPlan
 from strata.engine.request import Request
 from strata.engine.runner import Launched
-from strata.engine.scheduling import admission, builder, prefixes, queues, scheduler
+from strata.engine.scheduling import builder, growth, prefixes, queues, scheduler
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
 
@@ -354,7 +354,7 @@ def test_an_interrupt_at_any_line_of_scheduler_and_loop_leaves_a_usable_engine(
     def run() -> None:
         shared.generate([PROMPT, OTHER, PROMPT], two, use_tqdm=False)
 
-    lines = lines_of([scheduler, admission, builder, queues, prefixes, loop, delivery], run)
+    lines = lines_of([scheduler, growth, builder, queues, prefixes, loop, collect], run)
     assert len(lines) > 150
     for code, line in lines:
         with suppress(KeyboardInterrupt), tracing(interrupting(code, line)):

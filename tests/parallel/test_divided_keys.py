@@ -15,8 +15,8 @@ from strata.comm.launch import World
 from strata.comm.mesh import Mesh
 from strata.comm.operations import Along
 from strata.cost.nodes import node_costs, total
+from strata.engine.program.variants import KeyGathers
 from strata.engine.ranks.expert_balance import expert_tables
-from strata.engine.ranks.key_gathers import KeyGathers
 from strata.graph.capture import capture
 from strata.graph.ranks.divide_keys import KeyDivision, divide_keys
 from strata.graph.walk import operation_counts

@@ -23,6 +23,7 @@ from strata.comm.operations import Along, all_gather
 from strata.comm.peer_copies import PendingSum
 from strata.comm.symmetric import imagined
 from strata.comm.under_way import start_all_reduce
+from strata.engine.compatibility import check_gathered_heads
 from strata.engine.engine_config import EngineConfig, EngineSizes, groups_of
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS, Ledger
 from strata.engine.loop import EngineLoop
@@ -39,10 +40,8 @@ from strata.engine.sampler import DrawInputs, LogprobTensors, Sampler, draw_ids
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
-from strata.engine.startup.divided_keys import check_gathered_heads
 from strata.engine.startup.packing import Packing
 from strata.engine.startup.sparse_attention import attention_choice
-from strata.engine.steps.runner_config import RunnerConfig, planned_windows
 from strata.engine.warm_up import warm_up
 from strata.graph.cudagraph import Recordings
 from strata.graph.deferred import make_code
@@ -100,7 +99,7 @@ def note_variants(asked: EngineConfig, limits: DeviceLimits, note: Callable[[Var
         _note_embedded_prompts(engine.program, sizes)
         _note_scored_prompts(engine.program, config.hidden_size, sizes)
         _note_long_prompts(engine, sizes, asked)
-        warm_up(engine.loop, engine.pages, config.vocab_size, sizes.recorded_tokens)
+        warm_up(engine.loop, engine.pages, config.vocab_size, sizes.recorded.max_tokens)
         _note_logprobs(own.vocab_size, part)
     return engine
 
@@ -140,22 +139,12 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
         _leave_messages_out(program, has_copies)
     if shard is not None:
         program = replace(program, part=_part(shard))
-    first, *more = groups = groups_of(asked, own, sizes.pool, sizes.max_length)
+    groups = groups_of(asked, own, sizes.pool, sizes.max_length)
     pages = [asked.num_pages or _PAGES] * len(groups)
     held = books(groups, pages, asked.max_sequences, sizes.max_length, None if sizes.states is None else 0)
-    pool, *others = pools(groups, pages, own.num_layers, META)
-    runner_config = RunnerConfig(
-        asked.max_sequences,
-        sizes.max_tokens,
-        sizes.max_length,
-        planned_windows(own, first),
-        own.num_heads,
-        config.vocab_size,
-        only_windows=first.window is not None,
-    )
-    given = [(one, group.window) for one, group in zip(others, more, strict=True) if group.window is not None]
+    kept = pools(groups, pages, own.num_layers, META)
     states = None if sizes.states is None else StatePool(sizes.states, asked.max_sequences + 1, META)
-    runner = _NotingRunner(program, pool, runner_config, META, given, states)
+    runner = _NotingRunner(program, replace(sizes, groups=groups), own, kept, META, config.vocab_size, states)
     runner.record(sizes.recorded)
     scheduler_config = SchedulerConfig(asked.max_sequences, sizes.max_tokens, sizes.max_length, 0, None)
     scheduler = Scheduler(scheduler_config, held.pages, None, held.windows, held.snapshots)

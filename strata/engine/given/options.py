@@ -31,16 +31,13 @@ _IN_FOLDER = "what is in the model's folder is used: put another there"
 _NO_ADAPTERS = "adapters are merged before a model is served"
 _ONE_SAMPLER = "SamplingParams says all of how tokens are chosen"
 
+_OF_NO_EFFECT = (
+    "async_scheduling", "disable_cascade_attn", "disable_log_stats", "enforce_eager", "guided_decoding_backend",
+    "limit_mm_per_prompt", "max_seq_len_to_capture", "served_model_name", "swap_space",
+)  # fmt: skip
+
 VLLM_OPTIONS: Mapping[str, Foreign] = {
-    "async_scheduling": Foreign(None),
-    "disable_cascade_attn": Foreign(None),
-    "disable_log_stats": Foreign(None),
-    "enforce_eager": Foreign(None),
-    "guided_decoding_backend": Foreign(None),
-    "limit_mm_per_prompt": Foreign(None),
-    "max_seq_len_to_capture": Foreign(None),
-    "served_model_name": Foreign(None),
-    "swap_space": Foreign(None),
+    **dict.fromkeys(_OF_NO_EFFECT, Foreign(None)),
     "trust_remote_code": Foreign((False,), "code that comes with a model is never run"),
     "attention_backend": Foreign((None,), "kernels are chosen by their costs"),
     "block_size": Foreign((None,), "use page_size"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 LAST_CHARACTER = 0x10FFFF
@@ -86,11 +86,7 @@ def called(expression: Expression) -> set[str]:
 
 def satisfiable(rules: Rules, root: str) -> dict[str, Expression] | None:
     """The rules that an output may need, without what no text ever completes; None if nothing satisfies `root`."""
-    calls = {name: called(expression) for name, expression in rules.items()}
-    callers = defaultdict(list)
-    for name, names in calls.items():
-        for other in names:
-            callers[other].append(name)
+    callers = callers_of(rules)
     completed: set[str] = set()
     ahead = list(rules)
     while ahead:
@@ -98,14 +94,28 @@ def satisfiable(rules: Rules, root: str) -> dict[str, Expression] | None:
         if name not in completed and _pruned(rules[name], completed) is not None:
             completed.add(name)
             ahead.extend(callers[name])
+    return reached(root, lambda name: _pruned(rules[name], completed)) or None
+
+
+def callers_of(rules: Rules) -> Mapping[str, list[str]]:
+    """Of each rule those that name it."""
+    callers = defaultdict(list)
+    for name, expression in rules.items():
+        for other in called(expression):
+            callers[other].append(name)
+    return callers
+
+
+def reached(root: str, made: Callable[[str], Expression | None]) -> dict[str, Expression]:
+    """The rules that an output may need, as they are made; of which nothing is made, those are left out."""
     kept: dict[str, Expression] = {}
     needed = [root]
     while needed:
         name = needed.pop()
-        if name not in kept and (expression := _pruned(rules[name], completed)) is not None:
+        if name not in kept and (expression := made(name)) is not None:
             kept[name] = expression
             needed.extend(sorted(called(expression)))
-    return kept if root in kept else None
+    return kept
 
 
 def without_outer_calls(rules: Rules) -> dict[str, Expression]:

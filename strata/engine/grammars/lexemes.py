@@ -24,7 +24,9 @@ from strata.engine.grammars.expressions import (
     Rules,
     Sequence,
     called,
+    callers_of,
     inner,
+    reached,
 )
 
 # Expressions that are put in place of one call, and of all; and levels of them, of which a pattern may have 250.
@@ -43,10 +45,7 @@ def inlined(rules: Rules, root: str) -> dict[str, Expression]:
     No node of the expressions is in two places.
     """
     waiting = {name: len(called(expression)) for name, expression in rules.items()}
-    callers = defaultdict(list)
-    for name, expression in rules.items():
-        for other in called(expression):
-            callers[other].append(name)
+    callers = callers_of(rules)
     sizes: dict[str, tuple[int, int]] = {}
     ahead = [name for name, count in waiting.items() if not count]
     while ahead:
@@ -59,14 +58,7 @@ def inlined(rules: Rules, root: str) -> dict[str, Expression]:
                 if not waiting[caller]:
                     ahead.append(caller)
     copier = _Copier(rules, sizes)
-    kept: dict[str, Expression] = {}
-    needed = [root]
-    while needed:
-        name = needed.pop()
-        if name not in kept:
-            kept[name] = copier.copy(rules[name])
-            needed.extend(sorted(called(kept[name])))
-    return kept
+    return reached(root, lambda name: copier.copy(rules[name]))
 
 
 def _size(expression: Expression, sizes: dict[str, tuple[int, int]]) -> tuple[int, int]:
@@ -205,10 +197,7 @@ class _Places:
             self._number(part)
 
     def _find_ends(self) -> None:
-        callers = defaultdict(set)
-        for name, expression in self._rules.items():
-            for other in called(expression):
-                callers[other].add(name)
+        callers = callers_of(self._rules)
         ahead = dict.fromkeys(self._rules)
         while ahead:
             name, _ = ahead.popitem()

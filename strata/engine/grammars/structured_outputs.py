@@ -7,11 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from strata.engine.grammars.closed_objects import with_closed_objects
-from strata.engine.grammars.gbnf import is_gbnf
-from strata.engine.grammars.gbnf_lark import gbnf_to_lark
-from strata.engine.grammars.number_bounds import with_inner_bounds
-from strata.engine.grammars.string_formats import with_formats_as_patterns
+from strata.engine.grammars.gbnf import gbnf_to_lark, is_gbnf
+from strata.engine.grammars.schema_parts import with_closed_objects, with_formats_as_patterns, with_inner_bounds
 
 # JSON is written as Python's json.dumps writes it: where blanks are free, a model can spend its tokens on them.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -185,22 +185,16 @@ class Statistics(msgspec.Struct, array_like=True, frozen=True):
     cause: str = ""
 
 
+# Of an engine since its start; the others tell how it stands.
+_COUNTS = (
+    "prefix_queries", "prefix_hits", "preemptions", "steps", "failed", "compiled_kernels", "cached_kernels",
+    "too_large", "scored", "not_recorded",
+)  # fmt: skip
+
+
 def ended(statistics: Statistics) -> Statistics:
     """What an engine that has ended had counted; nothing of how it stood."""
-    return msgspec.structs.replace(
-        statistics,
-        running=0,
-        waiting=0,
-        waiting_tokens=0,
-        kv_usage=0.0,
-        recorded_sizes=0,
-        floor_share=None,
-        predicted_ratio=None,
-        gap_share=None,
-        finding="",
-        layer="",
-        cause="",
-    )
+    return Statistics(**{name: getattr(statistics, name) for name in _COUNTS})
 
 
 class Step(msgspec.Struct, tag="step", frozen=True):

@@ -13,12 +13,11 @@ from llguidance import LLMatcher
 from torch import Tensor
 
 from strata.engine.build import Engine
-from strata.engine.embeddings.embedding_queue import EmbeddingQueue
-from strata.engine.embeddings.pooling import PoolRequest, check_vector
+from strata.engine.collect import LogprobRows
+from strata.engine.embeddings.pooling import EmbeddingQueue, PoolRequest, check_vector
 from strata.engine.faults import EngineFault
 from strata.engine.given.segments import positions
 from strata.engine.grammars.grammar import GrammarCompiler
-from strata.engine.logprob_rows import LogprobRows
 from strata.engine.loop import StepOutput
 from strata.engine.process import messages
 from strata.engine.process.jobs import Client, Job, delta_of
@@ -29,7 +28,7 @@ from strata.engine.runner import PromptLogprobs
 from strata.engine.scheduling.rank_schedulers import RankPages
 from strata.engine.startup.clock import Log
 from strata.engine.watch.request_times import Arrival
-from strata.engine.watch.watch import Watch
+from strata.engine.watch.step_window import Watch
 
 # How often clients hear how the engine stands when they hear nothing else, in seconds.
 REPORT_EVERY = 0.5

@@ -71,7 +71,7 @@ class MetaModel:
     def of_sizes(self, **changed: Any) -> MetaModel:
         """The same graphs in an engine of other sizes, by the names of `EngineSizes`."""
         sizes = replace(self.sizes, **changed)
-        return replace(self, sizes=sizes, program=self.program.replaying(sizes.recorded, sizes.prompt_keys))
+        return replace(self, sizes=sizes, program=self.program.replaying(sizes.recorded))
 
     def over_pages(self, rounded: torch.dtype | None) -> MetaModel:
         """The same graphs over pages that keep keys and values in 8 bits; None: in the model's dtype."""

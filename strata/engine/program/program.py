@@ -6,7 +6,7 @@ ask the same program, of a model on the meta device if it is not loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -103,7 +103,7 @@ class StepProgram:
             part=part,
             traced=source.operations,
             table=target.table,
-            sizes=StepSizes() if sizes is None else StepSizes(sizes.recorded, sizes.prompt_keys),
+            sizes=StepSizes() if sizes is None else sizes.recorded,
             sends_by_copies=target.copies is not None,
             folded=source.folded,
         )
@@ -117,7 +117,7 @@ class StepProgram:
         if (divided := self._divided(shape)) is not None:
             return divided
         found = next((one for one in self.variants if not one.captured and one.when(shape)), None)
-        size = self.sizes.holding(shape) if found is None else None
+        size = self.sizes.holding(shape) if found is None and not shape.tagged else None
         if size is not None:
             return StepChoice(self.replayed(size), size, shape, size.prompts is not None)
         variant = found or next(one for one in self.variants if one.when(shape))
@@ -166,9 +166,9 @@ class StepProgram:
         first = {graph: name for name, graph in reversed(named.items())}
         return {name: graph for name, graph in named.items() if first[graph] == name}
 
-    def replaying(self, sizes: Iterable[BufferShape], prompt_keys: int) -> StepProgram:
-        """With CUDA graphs of these sizes alone. prompt_keys: see `StepSizes`."""
-        return replace(self, sizes=StepSizes(sizes, prompt_keys))
+    def replaying(self, sizes: StepSizes) -> StepProgram:
+        """With CUDA graphs of these sizes alone."""
+        return replace(self, sizes=sizes)
 
     def _divided(self, shape: StepShape) -> StepChoice | None:
         """Of a step whose tokens ranks divide; None if each runs all of it, as of prompts that are scored: they need
@@ -177,7 +177,7 @@ class StepProgram:
         if division is None or step is None or shape.scored:
             return None
         share = division.share(step)
-        size = None if share is None else self.sizes.holding_share(share)
+        size = None if share is None or shape.tagged else self.sizes.holding_share(share)
         if share is None or not division.pays(step, share, recorded=size is not None):
             return None
         shape = shape._replace(share=share)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from strata.cache.tables import BufferShape
-from strata.engine.plan import PlanArrays
-from strata.engine.ranks.step_room import StepRoom
+from strata.engine.plan import PlanArrays, StepPlan
 from strata.engine.ranks.token_division import RankStep
 from strata.kernels.attention.virtual_sequences import fresh_rows, keys_in_blocks
 
@@ -16,7 +16,8 @@ class StepShape(NamedTuple):
 
     tokens, sequences, draws: as many as it has; where ranks have sequences of their own, as the fullest has. prompts:
     sequences from the first on that has more than one token. decodes: every sequence has one token and is sampled.
-    scored: log-probabilities of some prompt's tokens are asked for. fresh: rows that it needs if all its sequences
+    scored: log-probabilities of some prompt's tokens are asked for. tagged: some sequence brings tags along, of which
+    its batch has the rows, so that it replays no CUDA graph. fresh: rows that it needs if all its sequences
     begin in it, see `fresh_rows`; None: some do not. behind: the most tokens that a prompt has from before it.
     prompt_keys: that its prompts see, each in whole blocks.
     step: chunk for chunk, of this rank; None: of any step that `size` holds. size: the captured one that it replays;
@@ -35,18 +36,48 @@ class StepShape(NamedTuple):
     step: PlanArrays | None = None
     size: BufferShape | None = None
     share: RankStep | None = None
+    tagged: bool = False
 
     @staticmethod
-    def of(step: PlanArrays, *, scored: bool = False) -> StepShape:
+    def of(step: PlanArrays, *, scored: bool = False, tagged: bool = False) -> StepShape:
         fresh = None if step.starts.any() else fresh_rows(step.counts.tolist())
         size = step.tokens, len(step.counts), len(step.drawn), step.prompts
-        return StepShape(*size, step.are_decodes, scored, fresh, step.behind, keys_in_blocks(step.prompt_ends), step)
+        keys = keys_in_blocks(step.prompt_ends)
+        return StepShape(*size, step.are_decodes, scored, fresh, step.behind, keys, step, tagged=tagged)
 
     @staticmethod
-    def of_ranks(room: StepRoom, step: PlanArrays) -> StepShape:
-        """Of a rank with sequences of its own. room: what the steps of all ranks have room for."""
-        size = room.tokens, room.sequences, room.draws, room.prompts
-        return StepShape(*size, room.decodes, room.scored, room.fresh, room.behind, room.prompt_keys, step)
+    def of_ranks(plans: Sequence[StepPlan], *, scored: bool, tagged: bool) -> StepShape:
+        """Of ranks with sequences of their own, whose rows travel together, so that their steps are alike: of each the
+        most that any plan has, and what its own leaves of that is padding. At least one has a chunk."""
+        arrays = [PlanArrays(plan) for plan in plans]
+        decodes = all(one.are_decodes for one in arrays)
+        fresh = None
+        if not decodes and not any(one.starts.any() for one in arrays):
+            fresh = max(fresh_rows(one.counts.tolist()) for one in arrays if len(one.counts))
+        return StepShape(
+            tokens=max(plan.tokens for plan in plans),
+            sequences=max(len(plan.chunks) for plan in plans),
+            draws=max(len(one.drawn) for one in arrays),
+            prompts=max(one.prompts for one in arrays),
+            decodes=decodes,
+            scored=scored,
+            fresh=fresh,
+            behind=max(one.behind for one in arrays),
+            prompt_keys=max(keys_in_blocks(one.prompt_ends) for one in arrays),
+            tagged=tagged,
+        )
+
+    def buffer(self, plan: StepPlan) -> BufferShape:
+        """Of a rank's step of such a shape that replays no CUDA graph. Padding tokens are of one sequence, or each of
+        its own where all decode."""
+        if self.decodes:
+            return BufferShape(self.tokens, self.tokens, self.draws)
+        return BufferShape(self.tokens, len(plan.chunks) + (plan.tokens < self.tokens), self.draws)
+
+    def longest(self, plan: StepPlan) -> int:
+        """Tokens of the longest sequence in `buffer`, padding too."""
+        counts = [chunk.count for chunk in plan.chunks]
+        return 1 if self.decodes else max(*counts, self.tokens - plan.tokens, 1)
 
     @staticmethod
     def replayed(size: BufferShape) -> StepShape:

@@ -150,6 +150,9 @@ class StepSizes:
         self.divided = tuple(size for size in ascending if size.ranks > 1)
         self.mixed = tuple(size for size in ascending if size.ranks == 1 and size.tokens != size.sequences)
 
+    def __len__(self) -> int:
+        return len(self.decodes) + len(self.mixed) + len(self.divided)
+
     def __iter__(self) -> Iterator[BufferShape]:
         return chain(self.decodes, self.mixed, self.divided)
 

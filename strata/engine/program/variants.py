@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
+from numpy.typing import NDArray
 from torch import fx
 
 from strata.comm.operations import Along
 from strata.engine.program.shape import StepShape
 from strata.engine.program.source import StepSource
-from strata.engine.ranks.key_gathers import KeyGathers
 from strata.engine.ranks.token_division import CONTEXT_AXIS
 from strata.graph.compose import copied
 from strata.graph.fuse import fuse_decode_attention, fuse_gated_products
@@ -32,7 +34,8 @@ from strata.graph.sparsify_attention import sparsify_attention
 from strata.kernels import tuned
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.choose import Thresholds
-from strata.parallel.serving_shard import TENSOR_AXIS
+from strata.models.state import attention_rows
+from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +96,33 @@ def sparse(source: StepSource) -> Iterator[StepVariant]:
     graph = source.bound(source.with_messages(source.logits_of_rows(choice=choice)))
     hidden = source.hidden(sparsify_attention(copied(source.body), choice))
     yield StepVariant("sparse_logits", when, graph, hidden=hidden, captured=False, library=False)
+
+
+class KeyGathers(NamedTuple):
+    """key: bytes of a token's keys and values of one layer. joined: of what all ranks find for a token's queries there,
+    in float32."""
+
+    key: int
+    joined: int
+
+    @staticmethod
+    def of(shard: RankShard, dtype: torch.dtype) -> KeyGathers:
+        """Of a rank of a model in `dtype`."""
+        config, rows = shard.config, attention_rows(shard.config)
+        width = config.head_dim if config.latent is None else config.latent.rank
+        heads = shard.kept.ranks * config.num_heads
+        key = rows.tensors * rows.shape[0] * rows.shape[1] * (rows.dtype or dtype).itemsize
+        return KeyGathers(key, 4 * heads * (width + 1))
+
+    def pays(self, counts: NDArray[Any], ends: NDArray[Any], page_tokens: int) -> bool:
+        """Of a step that runs so many tokens of sequences that have so many then, [sequences] each: with prompts, and
+        the keys of all, in as many pages of `page_tokens` as the longest has, are no more bytes than what would be
+        joined. So gathered keys find room where that does."""
+        tokens = int(counts.sum())
+        if tokens == len(counts):
+            return False
+        longest = -(-int(ends.max(initial=0)) // page_tokens) * page_tokens
+        return len(ends) * longest * self.key <= tokens * self.joined
 
 
 def gathered(source: StepSource) -> Iterator[StepVariant]:

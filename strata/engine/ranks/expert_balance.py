@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from strata.cache.staging import fetch, send
 from strata.comm.mesh import Axis
 from strata.engine.program.source import MovingExperts
 from strata.engine.startup.clock import Log
-from strata.engine.transfer import fetch, send
 from strata.models.experts import Experts
 from strata.parallel.expert_balance.moves import move_experts
 from strata.parallel.expert_balance.placement import Numbers, place_experts, rank_loads, rebalanced, turns

@@ -27,11 +27,10 @@ import torch
 from strata.comm.mesh import Axis
 from strata.engine.embeddings.pooling import Pooled, PoolRequest
 from strata.engine.engine_config import EngineConfig
-from strata.engine.faults import EngineFault, out_of_memory
+from strata.engine.faults import EngineFault, memory_explained
 from strata.engine.grammars.grammar import MasksUnderWay
 from strata.engine.lifeline import end_with_parent
 from strata.engine.ranks import messages, world
-from strata.engine.ranks.answers import answer_of
 from strata.engine.ranks.beats import Beats
 from strata.engine.runner import Launched, Undrawn
 from strata.engine.startup.clock import StartupClock, collector_off
@@ -66,8 +65,8 @@ class Leader:
         self._beats = Beats(job.beats)
         os.close(job.beats)
         self._beats.keep_beating(self.index)
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._decode: Callable[[bytes], messages.ToFollower] = msgspec.msgpack.Decoder(messages.ToFollower).decode
+        self._encode = messages.encoder()
+        self._decode: Callable[[bytes], messages.ToFollower] = messages.decoder(messages.ToFollower)
         self._done = 0
 
     @property
@@ -107,9 +106,7 @@ class Leader:
         """See `Rank`."""
         self.least(0)
         store = world.store_at(self._port, self.size)
-        asked = self._asked
-        mesh = asked.axis_sizes, device, asked.decode_context_parallel_size, asked.all_reduce_group_size
-        return world.join(store, self.index, *mesh)[1]
+        return world.join(store, self.index, self._asked, device)[1]
 
 
 class _Steps:
@@ -123,11 +120,12 @@ class _Steps:
         self._leader, self._stages, self._tells = leader, stages, tells
         self._under_way: deque[tuple[int, Launched | Pooled]] = deque()
         self._undrawn: Undrawn | None = None
+        self._weight = bytearray()
 
     def report(self) -> bool:
         """Tell what has ended, if this rank does; whether more will."""
         while self._tells and self._under_way and self._under_way[0][1].ended:
-            self._leader.tell(answer_of(*self._under_way.popleft()))
+            self._leader.tell(_answer(*self._under_way.popleft()))
         return self._tells and bool(self._under_way)
 
     def do(self, message: messages.ToFollower) -> int | None:
@@ -136,14 +134,11 @@ class _Steps:
             if not self._tells and len(self._under_way) > self._stages:  # a runner has buffers for one more
                 self._under_way.popleft()[1].wait()
             self._runner.learn(message.drawn)
-            self._note(self._runner.launch(message.plan))
-        elif isinstance(message, messages.LaunchPart):
             self._note(self._runner.launch(message.plan, message.room))
         elif isinstance(message, messages.DrawStep):
-            self._draw(message)
-        elif isinstance(message, messages.DrawPart):
-            if message.step is not None:
-                self._draw(message.step)
+            if self._undrawn is not None:
+                masks = None if message.masks is None else _masks(message.masks)
+                self._note(self._runner.draw(replace(self._undrawn, complete=message.complete, masks=masks)))
         elif isinstance(message, messages.Pool):
             vectors = self._executor.pooler.launch([PoolRequest(*prompt) for prompt in message.prompts])
             if self._tells and self._stages > 1:  # else rank 0 has them too
@@ -156,16 +151,25 @@ class _Steps:
         elif isinstance(message, messages.MoveExperts):
             assert self._executor.experts is not None
             self._executor.experts.move(message.layer, np.array(message.slots))
+        elif isinstance(message, messages.WeightBytes):
+            self._weight += message.values
+        elif isinstance(message, messages.UpdateWeight):
+            self._update(message)
         elif isinstance(message, messages.CompareIds):
             return self._runner.ids_digest()
         else:
             raise _LeaderGone
         return None
 
-    def _draw(self, message: messages.DrawStep) -> None:
-        assert self._undrawn is not None
-        masks = _masks(message.masks) if message.masks is not None else None
-        self._note(self._runner.draw(replace(self._undrawn, complete=message.complete, masks=masks)))
+    def _update(self, message: messages.UpdateWeight) -> None:
+        tensor = torch.frombuffer(self._weight, dtype=getattr(torch, message.dtype)).view(message.shape)
+        self._weight = bytearray()
+        write = None
+        with suppress(ValueError):  # rank 0 says so
+            write = self._executor.weights.prepared(message.name, tensor)
+        if self._leader.least(int(write is not None)):
+            assert write is not None
+            write()
 
     def _note(self, step: Launched | Undrawn) -> None:
         if isinstance(step, Undrawn):
@@ -175,11 +179,17 @@ class _Steps:
             self._under_way.append((self._leader.number, step))
 
 
+def _answer(number: int, ended: Launched | Pooled) -> messages.Answer:
+    """What rank 0 is told of a step, or of prompts, that have ended. number: of the message that asked for it."""
+    if isinstance(ended, Pooled):
+        return messages.Vectors(number, ended.wait())
+    return messages.Drawn(number, tuple(ended.wait()), ended.logprobs, ended.prompt_logprobs)
+
+
 def _masks(rows: messages.MaskRows) -> MasksUnderWay:
     computed: Future[None] = Future()
     computed.set_result(None)
-    values = torch.from_numpy(np.frombuffer(rows.values, dtype="<i4").astype(np.int32))
-    return MasksUnderWay(computed, values, rows.count, rows.words)
+    return MasksUnderWay(computed, rows.buffer, rows.count, rows.words)
 
 
 def _silent(line: str) -> None:
@@ -205,13 +215,8 @@ def _follow(job: _Job, leader: Leader) -> None:
     gc.freeze()  # no collection walks in the middle of a step what lives as long as the process
     while True:
         message = leader.next(steps.report)
-        try:
+        with memory_explained("running a step", executor.ledger):
             answer = steps.do(message)
-        except (RuntimeError, MemoryError) as error:
-            fault = out_of_memory(error, "running a step", executor.ledger)
-            if fault is None:
-                raise
-            raise fault from None
         if answer is not None:
             leader.tell(messages.Value(answer))
         leader.done()

@@ -22,8 +22,8 @@ from strata.comm.mesh import Axis
 from strata.engine.engine_config import EngineConfig
 from strata.engine.faults import EngineFault
 from strata.engine.ranks import messages, world
-from strata.engine.ranks.answers import Answers
 from strata.engine.ranks.beats import BEAT_SECONDS, Beats, shared_file
+from strata.engine.ranks.messages import Answer, Vectors
 from strata.engine.startup.clock import Log
 from strata.files.child_modules import command_of, with_package
 
@@ -39,6 +39,32 @@ STEP_SECONDS = 300.0
 _APART_SECONDS = 0.3
 # In which a follower ends by itself when it is told to; also, in which it becomes known why a collective has failed.
 _END_SECONDS = 5.0
+
+
+class Answers:
+    """What has come from a rank that tells; one thread puts it here, another takes it."""
+
+    def __init__(self) -> None:
+        self._coming: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._kept: dict[int, Answer] = {}
+        self._first = 0
+
+    def put(self, answer: Answer) -> None:
+        self._coming.put(answer)
+
+    def take(self, number: int, seconds: float) -> Answer | None:
+        """The answer to message `number`; None if it does not come in so many seconds."""
+        with suppress(queue.Empty):
+            while number not in self._kept:
+                came = self._coming.get(timeout=seconds)
+                if isinstance(came, Vectors) or came.number >= self._first:
+                    self._kept[came.number] = came
+        return self._kept.pop(number, None)
+
+    def forget_steps(self, before: int) -> None:
+        """Nobody will take the answers of steps before message `before`."""
+        self._first = before
+        self._kept = {number: one for number, one in self._kept.items() if isinstance(one, Vectors)}
 
 
 @dataclass
@@ -76,8 +102,7 @@ class Followers:
         self.size, self.stages = asked.ranks, asked.pipeline_parallel_size
         self._store = world.meeting_place(self.size)
         self._asked, self._log = asked, log
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(messages.ToLeader).decode
+        self._encode, self._decode = messages.encoder(), messages.decoder(messages.ToLeader)
         self._sent = 0
         self._fault: str | None = None
         self._known = threading.Event()  # that there is a fault, or that they have ended
@@ -168,9 +193,7 @@ class Followers:
         """See `Rank`."""
         self.least(0)  # so that nobody waits for one that is still loading, or has ended
         try:
-            asked = self._asked
-            mesh = asked.axis_sizes, device, asked.decode_context_parallel_size, asked.all_reduce_group_size
-            self._world, axes = world.join(self._store, 0, *mesh)
+            self._world, axes = world.join(self._store, 0, self._asked, device)
         except Exception as error:
             raise self.fault_of(error) from error
         self._joined = True

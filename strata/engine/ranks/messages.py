@@ -10,47 +10,43 @@ from __future__ import annotations
 
 import socket
 import struct
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from strata.engine.plan import StepPlan
-from strata.engine.ranks.step_room import StepRoom
+from strata.engine.program.shape import StepShape
+from strata.engine.runner import PromptLogprobs
+from strata.engine.sampler import LogprobTensors
 
 
 class Launch(msgspec.Struct, tag=0, array_like=True, frozen=True):
-    """Run a step. drawn: (slot, id) that have become known since the step before, of several stages."""
+    """Run a step. drawn: (slot, id) that have become known since the step before, of several stages. room: of the steps
+    of all ranks, where the plan is of sequences that this one alone has."""
 
     plan: StepPlan
     drawn: tuple[tuple[int, int], ...] = ()
-
-
-class LaunchPart(msgspec.Struct, tag=8, array_like=True, frozen=True):
-    """Run a step of sequences that this rank alone has. room: of the steps of all ranks."""
-
-    plan: StepPlan
-    room: StepRoom
+    room: StepShape | None = None
 
 
 class MaskRows(msgspec.Struct, array_like=True, frozen=True):
-    """The masks of a step's grammars: int32, little-endian, `count` masks of `words` and then a number for each row."""
+    """The masks of a step's grammars, see `MasksUnderWay`."""
 
-    values: bytes
+    buffer: Tensor
     count: int
     words: int
 
 
 class DrawStep(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """Draw the step that waits for its masks. complete: see `Undrawn`."""
+    """Draw the step that waits for its masks, if one does. complete: see `Undrawn`."""
 
-    complete: tuple[bool, ...]
-    masks: MaskRows | None
-
-
-class DrawPart(msgspec.Struct, tag=9, array_like=True, frozen=True):
-    """Draw the step that waits for its masks, if this rank's does."""
-
-    step: DrawStep | None
+    complete: tuple[bool, ...] = ()
+    masks: MaskRows | None = None
 
 
 class Settle(msgspec.Struct, tag=2, array_like=True, frozen=True):
@@ -80,11 +76,26 @@ class MoveExperts(msgspec.Struct, tag=7, array_like=True, frozen=True):
     slots: tuple[int, ...]
 
 
+class WeightBytes(msgspec.Struct, tag=10, array_like=True, frozen=True):
+    """The next bytes of a tensor, in pieces because a message has less than 4 GiB; behind the last comes its name."""
+
+    values: bytes
+
+
+class UpdateWeight(msgspec.Struct, tag=11, array_like=True, frozen=True):
+    """Let a checkpoint's tensor be the one whose bytes have come, once all ranks have agreed that they can. dtype: as
+    torch names it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class End(msgspec.Struct, tag=6, array_like=True, frozen=True):
     """End the process."""
 
 
-ToFollower = Launch | LaunchPart | DrawStep | DrawPart | Settle | Pool | Agree | CompareIds | MoveExperts | End
+ToFollower = Launch | DrawStep | Settle | Pool | Agree | CompareIds | MoveExperts | WeightBytes | UpdateWeight | End
 
 
 class Value(msgspec.Struct, tag=0, array_like=True, frozen=True):
@@ -102,42 +113,51 @@ class Failed(msgspec.Struct, tag=1, array_like=True, frozen=True):
     traceback: str
 
 
-class TensorValues(msgspec.Struct, array_like=True, frozen=True):
-    """A tensor of the host, little-endian. dtype: as numpy names it."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    values: bytes
-
-
-class PromptScores(msgspec.Struct, array_like=True, frozen=True):
-    """See `PromptLogprobs` of the runner."""
-
-    sequence: int
-    first: int
-    tensors: tuple[TensorValues, ...]
-
-
 class Drawn(msgspec.Struct, tag=2, array_like=True, frozen=True):
     """What a step has given. number: of the message of rank 0 by which it was drawn, or launched; see `Launched`."""
 
     number: int
     ids: tuple[int, ...]
-    logprobs: tuple[TensorValues, ...] | None
-    prompt_logprobs: tuple[PromptScores, ...]
+    logprobs: LogprobTensors | None
+    prompt_logprobs: tuple[PromptLogprobs, ...]
 
 
 class Vectors(msgspec.Struct, tag=3, array_like=True, frozen=True):
     """The vectors of prompts. number: of the `Pool` that asked for them."""
 
     number: int
-    vectors: TensorValues
+    vectors: Tensor
 
 
 Answer = Drawn | Vectors
 ToLeader = Value | Failed | Drawn | Vectors
 
 _LENGTH = struct.Struct("<I")
+
+
+def encoder() -> Callable[[object], bytes]:
+    return msgspec.msgpack.Encoder(enc_hook=_sent).encode
+
+
+def decoder(kind: Any) -> Callable[[bytes], Any]:
+    return msgspec.msgpack.Decoder(kind, dec_hook=_received).decode
+
+
+def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    """[bytes] of a tensor's elements, on the host."""
+    whole = tensor.detach().cpu().contiguous()
+    flat = whole.as_strided((whole.numel(),), (1,))  # where a size is one, its stride may be anything
+    found: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return found
+
+
+def _sent(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), bytes_of(tensor).tobytes()
+
+
+def _received(kind: type, sent: tuple[str, tuple[int, ...], bytes]) -> Tensor:
+    shape, values, dtype = sent[1], sent[2], getattr(torch, sent[0])
+    return torch.frombuffer(bytearray(values), dtype=dtype).view(shape) if values else torch.empty(shape, dtype=dtype)
 
 
 def framed(message: bytes) -> bytes:

@@ -13,42 +13,14 @@ from torch import Tensor
 
 from strata.engine.grammars.grammar import Masks, MasksUnderWay
 from strata.engine.plan import RankPlans, StepPlan, UndrawnStep
+from strata.engine.program.shape import StepShape
 from strata.engine.ranks import messages
-from strata.engine.ranks.answers import logprobs_of, prompt_logprobs_of
 from strata.engine.ranks.expert_balance import ExpertBalance, RankExperts
 from strata.engine.ranks.followers import Followers
-from strata.engine.ranks.ranked_runner import RankedRunner, WatchedStep, mask_rows, together
-from strata.engine.ranks.step_room import StepRoom
+from strata.engine.ranks.ranked_runner import RankedRunner, mask_rows, together
 from strata.engine.runner import Launched, PromptLogprobs, Runner, Undrawn
 from strata.engine.sampler import LogprobTensors
-
-
-class _Slots:
-    """Of a rank's slots those that matter to the others: whose prompts are scored, and who waits for masks."""
-
-    def __init__(self) -> None:
-        self._scored: dict[int, int] = {}  # the length of the prompt
-        self._constrained: set[int] = set()
-
-    def learn(self, plan: StepPlan) -> None:
-        for slot in plan.ended:
-            self._scored.pop(slot, None)
-            self._constrained.discard(slot)
-        for new in plan.new:
-            self._scored.pop(new.slot, None)
-            if new.prompt_logprobs is not None:
-                self._scored[new.slot] = new.prompt_length
-            (self._constrained.add if new.constrained else self._constrained.discard)(new.slot)
-
-    def scores(self, plan: StepPlan) -> bool:
-        """Whether the step has rows of a prompt whose log-probabilities are reported."""
-        lengths = self._scored
-        return bool(lengths) and any(chunk.start < lengths.get(chunk.slot, 0) - 1 for chunk in plan.chunks)
-
-    def waits(self, plan: StepPlan) -> bool:
-        """Whether the step is drawn once it has masks."""
-        slots = self._constrained
-        return bool(slots) and any(draw.slot in slots for draw in plan.draws)
+from strata.engine.steps.slots import SlotState
 
 
 class _Masked(NamedTuple):
@@ -79,7 +51,7 @@ class RanksStep:
     arrived: tuple[()] = ()
 
     def __init__(
-        self, plan: RankPlans, own: WatchedStep, numbers: Sequence[int], followers: Followers, *, masked: bool
+        self, plan: RankPlans, own: Launched, numbers: Sequence[int], followers: Followers, *, masked: bool
     ) -> None:
         self.plan, self.masked, self.size = plan, masked, own.size
         self._own, self._numbers, self._followers = own, numbers, followers
@@ -104,11 +76,11 @@ class RanksStep:
     def logprobs(self) -> LogprobTensors | None:
         """Of all draws, with zeros for those of ranks where nobody reports any; known once `wait` has returned."""
         counts = [len(part.draws) for part in self.plan.parts]
-        return joined([self._own.logprobs, *map(logprobs_of, self._told)], counts[: 1 + len(self._told)])
+        return joined([self._own.logprobs, *(told.logprobs for told in self._told)], counts[: 1 + len(self._told)])
 
     @property
     def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
-        return (*self._own.prompt_logprobs, *(one for told in self._told for one in prompt_logprobs_of(told)))
+        return (*self._own.prompt_logprobs, *(one for told in self._told for one in told.prompt_logprobs))
 
 
 def joined(parts: Sequence[LogprobTensors | None], rows: Sequence[int]) -> LogprobTensors | None:
@@ -144,23 +116,26 @@ class OwnTokensRunner(RankedRunner):
         max_sequences: int,
         device: torch.device,
     ) -> None:
-        """experts, balance: see `RankedRunner`. mask_ids, max_sequences: see `RunnerConfig`. device: of rank 0."""
+        """experts, balance: see `RankedRunner`. mask_ids, max_sequences: see `Runner`. device: of rank 0."""
         super().__init__(runner, followers, experts, balance)
-        self._slots = [_Slots() for _ in range(followers.size)]
+        # Of the sequences of all ranks.
+        self._slots = [SlotState(max_sequences) for _ in range(followers.size)]
         # Those of the other ranks leave the host as messages.
         devices = [device, *(torch.device("cpu") for _ in range(1, followers.size))]
         self._masks = [Masks(mask_ids, max_sequences, one) for one in devices]
 
     def launch(self, plan: StepPlan) -> RanksStep | RanksUndrawn:  # type: ignore[override]
         assert isinstance(plan, RankPlans)
-        for slots, part in zip(self._slots, plan.parts, strict=True):
-            slots.learn(part)
         parts = list(zip(self._slots, plan.parts, strict=True))
-        room = StepRoom.of(plan.parts, scored=any(slots.scores(part) for slots, part in parts))
+        for slots, part in parts:
+            slots.learn(part)
+        scored = any(slots.scores(part) for slots, part in parts)
+        tagged = any(slots.tags_any(part) for slots, part in parts)
+        room = StepShape.of_ranks(plan.parts, scored=scored, tagged=tagged)
         waiting = tuple(slots.waits(part) for slots, part in parts)
         with together(self._followers):
             self._move_experts()
-            number = self._followers.send_each([messages.LaunchPart(part, room) for part in plan.parts[1:]])
+            number = self._followers.send_each([messages.Launch(part, room=room) for part in plan.parts[1:]])
             own = self._runner.launch(plan.parts[0], room)
         if any(waiting):
             return RanksUndrawn(plan, own, number, waiting)
@@ -181,14 +156,14 @@ class OwnTokensRunner(RankedRunner):
     def draw(self, step: RanksUndrawn) -> RanksStep:  # type: ignore[override]
         with together(self._followers):
             told = [
-                None if one is None else messages.DrawStep(one.complete, mask_rows(one.masks)) for one in step.masked
+                messages.DrawStep(*(() if one is None else (one.complete, mask_rows(one.masks)))) for one in step.masked
             ]
-            number = self._followers.send_each([messages.DrawPart(one) for one in told[1:]])
+            number = self._followers.send_each(told[1:])
             own, first = step.own, step.masked[0]
             if isinstance(own, Undrawn):
                 assert first is not None
                 own = self._runner.draw(replace(own, complete=first.complete, masks=first.masks))
-            numbers = [step.number if one is None else number for one in told[1:]]
+            numbers = [step.number if one is None else number for one in step.masked[1:]]
             masked = any(one is not None and one.masks is not None for one in step.masked)
             return RanksStep(step.plan, self._watched(own), numbers, self._followers, masked=masked)
 

@@ -7,72 +7,33 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FrameType
-from typing import Any
 
-import numpy as np
 from llguidance import LLMatcher
 from torch import Tensor
 
-from strata.engine.embeddings.pooling import Pooled, Pooler, PoolRequest
+from strata.engine.embeddings.pooling import Pooled, PoolRequest, PromptPooler
 from strata.engine.faults import EngineFault
 from strata.engine.grammars.grammar import MasksUnderWay
-from strata.engine.loop import LaunchedStep
+from strata.engine.loop import LaunchedStep, StepObserver
 from strata.engine.plan import StepPlan
 from strata.engine.ranks import messages
-from strata.engine.ranks.answers import logprobs_of, prompt_logprobs_of, tensor_of
 from strata.engine.ranks.expert_balance import ExpertBalance, RankExperts
 from strata.engine.ranks.followers import STEP_SECONDS, Followers
 from strata.engine.runner import Launched, PromptLogprobs, Runner, Undrawn
 from strata.engine.sampler import LogprobTensors
-from strata.engine.steps.observer import StepObserver
 
 # How long rank 0 sleeps between two looks at its device, in seconds: a rank that ends meanwhile leaves it waiting for
 # ever, so it must not wait inside the driver.
 _LOOK_SECONDS = 2e-5
 
+# Bytes of a tensor that travel in one message.
+_TENSOR_BYTES = 1 << 26
+
 # By which followers launch later than rank 0: they wake up, and decode a plan that rank 0 has. Estimated.
 BEHIND_SECONDS = 0.3e-3
-
-
-def _always_ready() -> None:
-    """Nothing has failed."""
-
-
-@dataclass(frozen=True)
-class WatchedStep(Launched):
-    """A step whose end does not come if a rank has ended. check: raises EngineFault then."""
-
-    check: Callable[[], None] = field(default=_always_ready, kw_only=True)
-
-    def wait(self) -> list[int]:
-        """As `Launched.wait`; raises EngineFault if a rank has ended or the step takes too long."""
-        _wait(lambda: self.ended, self.check)
-        return super().wait()
-
-
-@dataclass(frozen=True)
-class WatchedVectors(Pooled):
-    """Vectors that do not come if a rank has ended. check: raises EngineFault then."""
-
-    check: Callable[[], None] = field(default=_always_ready, kw_only=True)
-
-    def wait(self) -> Tensor:
-        """As `Pooled.wait`; raises EngineFault if a rank has ended or they take too long."""
-        _wait(lambda: self.ended, self.check)
-        return super().wait()
-
-
-def _wait(has_ended: Callable[[], bool], check: Callable[[], None]) -> None:
-    """Until something on the device of rank 0 has ended. check: raises EngineFault if a rank has."""
-    until = time.monotonic() + STEP_SECONDS
-    while not has_ended():
-        check()
-        if time.monotonic() > until:
-            raise EngineFault(f"rank 0 has waited for the end of a step for {STEP_SECONDS:g} s")
-        time.sleep(_LOOK_SECONDS)
-    check()
 
 
 class ReturnedStep:
@@ -102,11 +63,11 @@ class ReturnedStep:
 
     @property
     def logprobs(self) -> LogprobTensors | None:
-        return None if self._told is None else logprobs_of(self._told)
+        return None if self._told is None else self._told.logprobs
 
     @property
     def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
-        return () if self._told is None else prompt_logprobs_of(self._told)
+        return () if self._told is None else self._told.prompt_logprobs
 
     def wait(self) -> list[int]:
         """As `Launched.wait`; raises EngineFault if a rank has ended or the step takes too long."""
@@ -120,7 +81,7 @@ class ReturnedStep:
 
 @dataclass(frozen=True)
 class ReturnedVectors(Pooled):
-    """Vectors that the last of several stages tells rank 0."""
+    """Vectors that the last of several stages tells rank 0, whose own are of no use."""
 
     number: int = field(kw_only=True)
     followers: Followers = field(kw_only=True)
@@ -129,7 +90,7 @@ class ReturnedVectors(Pooled):
         """As `Pooled.wait`; raises EngineFault if a rank has ended or they take too long."""
         told = self.followers.answer(self.followers.drawing_rank, self.number)
         assert isinstance(told, messages.Vectors)
-        return tensor_of(told.vectors)
+        return told.vectors
 
 
 class RankedRunner:
@@ -193,6 +154,24 @@ class RankedRunner:
         if not self._followers.same_ids(self._runner.ids_digest()):
             raise EngineFault("ranks have drawn different ids")
 
+    def update_weight(self, name: str, tensor: Tensor, write: Callable[[], None]) -> None:
+        """See `WeightStore.everywhere`. Raises ValueError, before anything has changed, if another rank cannot pack its
+        part."""
+        with together(self._followers):
+            values = messages.bytes_of(tensor)
+            for start in range(0, len(values), _TENSOR_BYTES):
+                self._followers.send(messages.WeightBytes(values[start : start + _TENSOR_BYTES].tobytes()))
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self._followers.send(messages.UpdateWeight(name, dtype, tuple(tensor.shape)))
+            agreed = self._followers.least(1)
+            if agreed:
+                write()
+        if not agreed:
+            raise ValueError(
+                f"{name} cannot be packed: the part of another rank does not fit the scheme; give values that do, or "
+                "serve weights that are not packed"
+            )
+
     def _move_experts(self) -> None:
         """Before a step, if some are to move."""
         if self._balance is not None and (move := self._balance.next_move()) is not None:
@@ -207,8 +186,8 @@ class RankedRunner:
             return ReturnedStep(step.plan, step.masked, number, self._followers, self._note)
         return self._watched(step)
 
-    def _watched(self, step: Launched) -> WatchedStep:
-        return WatchedStep(**_fields(step), check=self._followers.check)
+    def _watched(self, step: Launched) -> Launched:
+        return replace(step, watch=partial(_watch, self._followers))
 
     def _note(self, plan: StepPlan, ids: Sequence[int]) -> None:
         """Tell the stages with the next step what has been drawn."""
@@ -218,7 +197,7 @@ class RankedRunner:
 class RankedPooler:
     """The pooler of rank 0 and those of the others."""
 
-    def __init__(self, pooler: Pooler, followers: Followers) -> None:
+    def __init__(self, pooler: PromptPooler, followers: Followers) -> None:
         self._pooler, self._followers = pooler, followers
 
     def check(self, prompt: Sequence[int]) -> None:
@@ -231,14 +210,21 @@ class RankedPooler:
         with together(self._followers):
             prompts = tuple((tuple(request.prompt), request.pooling) for request in requests)
             number = self._followers.send(messages.Pool(prompts))
-            own = _fields(self._pooler.launch(requests))
+            own = self._pooler.launch(requests)
             if self._followers.stages > 1:
-                return ReturnedVectors(**own, number=number, followers=self._followers)
-            return WatchedVectors(**own, check=self._followers.check)
+                return ReturnedVectors(own.vectors, own.arrived, number=number, followers=self._followers)
+            return replace(own, watch=partial(_watch, self._followers))
 
 
-def _fields(under_way: Launched | Pooled) -> dict[str, Any]:
-    return {one.name: getattr(under_way, one.name) for one in fields(under_way)}
+def _watch(followers: Followers, has_ended: Callable[[], bool]) -> None:
+    """Until something on the device of rank 0 has ended. Raises EngineFault if a rank has, or it takes too long."""
+    until = time.monotonic() + STEP_SECONDS
+    while not has_ended():
+        followers.check()
+        if time.monotonic() > until:
+            raise EngineFault(f"rank 0 has waited for the end of a step for {STEP_SECONDS:g} s")
+        time.sleep(_LOOK_SECONDS)
+    followers.check()
 
 
 @contextmanager
@@ -275,5 +261,4 @@ def mask_rows(masks: MasksUnderWay | None) -> messages.MaskRows | None:
     if masks is None:
         return None
     masks.computed.result()
-    values = masks.buffer.numpy().astype(np.dtype("<i4"), copy=False).tobytes()
-    return messages.MaskRows(values, masks.count, masks.words)
+    return messages.MaskRows(masks.buffer, masks.count, masks.words)

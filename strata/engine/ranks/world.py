@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -19,6 +18,7 @@ from torch.distributed.distributed_c10d import Store
 from strata.comm.launch import WITHOUT_MULTICAST, World, connected
 from strata.comm.mesh import Axis, Mesh
 from strata.comm.symmetric import with_symmetric_memory
+from strata.engine.engine_config import EngineConfig
 from strata.graph.ranks.hierarchical_sums import ACROSS_AXIS, INSIDE_AXIS
 from strata.parallel.serving_shard import KEYS_AXIS, TENSOR_AXIS
 
@@ -54,19 +54,17 @@ def store_at(port: int, ranks: int) -> TCPStore:
     return TCPStore(_HOST, port, ranks, False, wait_for_workers=False, timeout=timedelta(seconds=60))
 
 
-def join(
-    store: Store, index: int, sizes: Mapping[str, int], device: torch.device, key_ranks: int = 1, group: int = 1
-) -> tuple[World, dict[str, Axis]]:
-    """Connect with the other ranks, which do the same at this time. sizes: of the mesh along each axis, from the
-    outermost. key_ranks: how many neighbours divide keys and values by sequence. group: how many add up first, if not
-    all at once. Returns also the axes on which this rank lies, by name."""
+def join(store: Store, index: int, asked: EngineConfig, device: torch.device) -> tuple[World, dict[str, Axis]]:
+    """Connect with the other ranks, which do the same at this time. Returns also the axes on which this one lies, by
+    name."""
+    sizes, key_ranks, group = asked.axis_sizes, asked.decode_context_parallel_size, asked.all_reduce_group_size
     os.environ.update(WITHOUT_MULTICAST)  # whoever asks for it does not get it
     # Messages that travel beside products would otherwise begin once all programs of a product have.
     os.environ["TORCH_NCCL_HIGH_PRIORITY"] = "1"
     distributed_c10d._world.group_count = 0  # groups meet by their number, and one that failed here has counted
     with _loopback():
-        world = connected(store, index, index, math.prod(sizes.values()), device, timeout_seconds=_JOIN_SECONDS)
-    mesh = Mesh.of(world, dict(sizes))
+        world = connected(store, index, index, asked.ranks, device, timeout_seconds=_JOIN_SECONDS)
+    mesh = Mesh.of(world, sizes)
     axes = {name: mesh.axis(name) for name in sizes}
     if key_ranks > 1:
         axes[KEYS_AXIS] = mesh.neighbours(KEYS_AXIS, key_ranks)

@@ -1,8 +1,9 @@
-"""What a scheduler is told before it starts."""
+"""What a scheduler is told before it starts, and what it tells: why sequences wait, and counts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 from strata.engine.scheduling.room import StepTarget
 
@@ -36,3 +37,29 @@ class SchedulerConfig:
         for name in ("max_sequences", "max_tokens", "max_length", "draws", "stages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+Holdup = Literal["slot", "pages", "step_full", "prefix"]
+"""What those that wait lack: a slot; KV pages; room for prompts in the step, which others take; a prefix that a step
+under way computes, or that comes from elsewhere."""
+HOLDUPS: tuple[Holdup, ...] = get_args(Holdup)
+
+
+class Held(NamedTuple):
+    """holdup: of the first that waits, and so of all behind it; None if nobody does. preempted: sequences that wait
+    since this step, because their pages were taken."""
+
+    holdup: Holdup | None = None
+    preempted: tuple[int, ...] = ()
+
+
+NOBODY = Held()
+
+
+@dataclass
+class Statistics:
+    """Counts since the start. Prefix queries and hits are prompt tokens looked up and found at first admissions."""
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0

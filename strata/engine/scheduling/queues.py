@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from strata.engine.request import Sequence, Status
+from strata.engine.request import NO_SLOT, Sequence, Status
 
 
 class Queues:
@@ -63,20 +63,19 @@ class Queues:
 
     def stop(self, sequence: Sequence) -> None:
         """Take its slot from a sequence that runs."""
-        assert sequence.slot is not None
         _remove(self.running, sequence)
         heappush(self._slots, sequence.slot)
         self.ended.append(sequence.slot)
-        sequence.slot = None
+        sequence.slot = NO_SLOT
 
     def check(self) -> None:
         """Raise AssertionError unless slots, states and orders agree."""
-        slots = [sequence.slot for sequence in self.running if sequence.slot is not None]
+        slots = [sequence.slot for sequence in self.running]
         assert sorted([*self._slots, *slots]) == list(range(self._num_slots)), "a slot is lost or held twice"
         for queue, status in ((self.running, Status.RUNNING), (self.waiting, Status.WAITING)):
             assert all(sequence.status is status for sequence in queue), f"a sequence that is not {status.name}"
             assert queue == sorted(queue, key=order), "a queue is out of order"
-        assert all(not sequence.pages and sequence.slot is None for sequence in self.waiting), (
+        assert all(not sequence.pages and sequence.slot == NO_SLOT for sequence in self.waiting), (
             "a page held in the queue"
         )
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, fields, replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
 from strata.engine.plan import NOTHING, RankPlans, StepPlan, TransferEnd
 from strata.engine.request import Request, Sequence, Update
 from strata.engine.routing.router import Route, Router
-from strata.engine.scheduling.config import SchedulerConfig
-from strata.engine.scheduling.held import Held
+from strata.engine.scheduling.config import Held, SchedulerConfig, Statistics
 from strata.engine.scheduling.scheduler import Scheduler
-from strata.engine.scheduling.statistics import Statistics
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -41,6 +39,10 @@ class RankPages:
     def usage(self) -> float:
         """The share of the pages that sequences hold, in [0, 1]."""
         return sum(part.usage for part in self.parts) / len(self.parts)
+
+
+def _of_parts(name: str, join: Callable[[Iterable[Any]], Any]) -> property:
+    return property(lambda self: join(getattr(part, name) for part in self._parts))
 
 
 class RankSchedulers:
@@ -86,34 +88,14 @@ class RankSchedulers:
         for part in self._parts:
             part.statistics = replace(statistics)
 
-    @property
-    def max_sequences(self) -> int:
-        """How many can run at once, on all ranks together."""
-        return sum(part.max_sequences for part in self._parts)
-
-    @property
-    def has_work(self) -> bool:
-        return any(part.has_work for part in self._parts)
-
-    @property
-    def running(self) -> int:
-        return sum(part.running for part in self._parts)
-
-    @property
-    def waiting(self) -> int:
-        return sum(part.waiting for part in self._parts)
-
-    @property
-    def waiting_tokens(self) -> int:
-        return sum(part.waiting_tokens for part in self._parts)
-
-    @property
-    def needs_known_ids(self) -> bool:
-        return any(part.needs_known_ids for part in self._parts)
-
-    @property
-    def has_room(self) -> bool:
-        return any(part.has_room for part in self._parts)
+    # As `Scheduler` has them, of all ranks together.
+    max_sequences = _of_parts("max_sequences", sum)
+    running = _of_parts("running", sum)
+    waiting = _of_parts("waiting", sum)
+    waiting_tokens = _of_parts("waiting_tokens", sum)
+    has_work = _of_parts("has_work", any)
+    needs_known_ids = _of_parts("needs_known_ids", any)
+    has_room = _of_parts("has_room", any)
 
     def take_held(self) -> tuple[Held, ...]:
         return tuple(held for part in self._parts for held in part.take_held())

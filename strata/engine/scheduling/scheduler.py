@@ -10,25 +10,18 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Listed
 from typing import TYPE_CHECKING
 
-from strata.cache.elsewhere import Elsewhere
 from strata.cache.pages import NONE_SHARED, PageAllocator
-from strata.cache.prefix import PrefixTree
+from strata.cache.prefix import Elsewhere, PrefixTree
 from strata.cache.snapshots import Snapshots
 from strata.cache.window_pages import WindowPages
 from strata.engine.plan import REJECTED, Chunk, Draw, StepPlan, TransferEnd
-from strata.engine.request import Request, Sequence, Status, Update, new_sequence
-from strata.engine.scheduling.admission import Admission
+from strata.engine.request import NO_SLOT, Request, Sequence, Status, Update, new_sequence
 from strata.engine.scheduling.builder import PlanBuilder
-from strata.engine.scheduling.config import SchedulerConfig
-from strata.engine.scheduling.decode_runs import DecodeRuns
-from strata.engine.scheduling.decodes import Decodes
-from strata.engine.scheduling.growth import Growth
-from strata.engine.scheduling.held import NOBODY, Held, Holdup
+from strata.engine.scheduling.config import NOBODY, Held, Holdup, SchedulerConfig, Statistics
+from strata.engine.scheduling.growth import Admission, DecodeRuns, Decodes, Growth, Windows
 from strata.engine.scheduling.prefixes import Prefixes
 from strata.engine.scheduling.queues import Queues, order
 from strata.engine.scheduling.states import States
-from strata.engine.scheduling.statistics import Statistics
-from strata.engine.scheduling.windows import Windows
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -260,7 +253,7 @@ class Scheduler:
         unfinished = [sequence for samples in self._requests.values() for sequence in samples]
         for sequence in (*unfinished, *self._queues.running, *self._queues.waiting):
             sequence.status, sequence.finish_reason = Status.FINISHED, "abort"
-            sequence.slot, sequence.pages, sequence.windows, sequence.marks = None, [], (), None
+            sequence.slot, sequence.pages, sequence.windows, sequence.marks = NO_SLOT, [], (), None
             sequence.unforked = []
         self._requests, self._sequences = {}, {}
         self._preempted, self._holdup, self._rests = [], None, False
@@ -304,7 +297,6 @@ class Scheduler:
     def _prefill(self, sequence: Sequence, count: int, builder: PlanBuilder) -> None:
         """Plan so many of the tokens that a sequence has not computed."""
         start, total, slot = sequence.computed, len(sequence.tokens), sequence.slot
-        assert slot is not None
         builder.take(start, count, self._states.wanted(sequence, start))
         if not count:
             return

@@ -26,20 +26,17 @@ class States:
 
     def __init__(self, page_size: int, tree: PrefixTree | None, snapshots: Snapshots | None) -> None:
         """snapshots: None where no layer has a fixed state; none is taken without a tree, or without rows for them."""
-        self._size, self._tree, self._snapshots = page_size, tree, snapshots
+        self._size, self._tree = page_size, tree
+        self.there_are = snapshots is not None  # layers with a fixed state
+        self._snapshots = snapshots or Snapshots(0, 0, page_size)
         # Of decodes, tokens between two snapshots: whole pages; 0: none are taken.
         self.every = 0
-        if tree is not None and snapshots is not None and snapshots.count:
+        if tree is not None and self._snapshots.count:
             self.every = -(-SNAPSHOT_TOKENS // page_size) * page_size
-
-    @property
-    def there_are(self) -> bool:
-        """Whether any layer has a fixed state."""
-        return self._snapshots is not None
 
     def mark(self, sequence: Sequence, cached: int) -> None:
         """A sequence that waits could begin behind so many tokens: say where its chunks are to end."""
-        if self._snapshots is None:
+        if not self.there_are:
             return
         sequence.marks = Marks(newest=cached)
         if self.every and self._tree is not None:
@@ -66,8 +63,6 @@ class States:
             return rows
         if self.every:  # the state behind a page of which a snapshot is due is that of a chunk that ends there
             rows = max(1, min(rows, self.every - 1 - start % self.every))
-        assert self._snapshots is not None
-        assert sequence.slot is not None
         row = self._snapshots.take() if rows > 1 else None
         if row is None:
             return 1
@@ -87,8 +82,6 @@ class States:
         """A sequence goes on, from where it has gone back to if a draft of it was rejected."""
         marks = sequence.marks
         if marks is not None and marks.undo is not None:
-            assert self._snapshots is not None
-            assert sequence.slot is not None
             row, tokens = marks.undo
             if sequence.computed == tokens:
                 builder.states_before.append((row, sequence.slot))
@@ -96,15 +89,12 @@ class States:
 
     def begin(self, sequence: Sequence, found: list[int], builder: PlanBuilder) -> None:
         """A sequence has got a slot and goes on behind the pages that were found for it."""
-        if self._snapshots is not None and found:
-            assert sequence.slot is not None
+        if self.there_are and found:
             builder.states_before.append((self._snapshots.row(found[-1]), sequence.slot))
 
     def fork(self, sequence: Sequence, sample: Sequence, builder: PlanBuilder) -> None:
         """A sample has got a slot and goes on from what its sequence has at the end of the step."""
         if sequence.marks is not None:
-            assert sequence.slot is not None
-            assert sample.slot is not None
             sample.marks = Marks(newest=sequence.marks.newest)
             builder.states_after.append((sequence.slot, sample.slot))
 
@@ -115,8 +105,6 @@ class States:
             return
         if computed not in marks.ends and computed - marks.newest < self.every:
             return
-        assert self._snapshots is not None
-        assert sequence.slot is not None
         if marks.row is None:
             marks.row = self._snapshots.take()
         if marks.row is not None:
@@ -129,26 +117,23 @@ class States:
         if marks is None or marks.row is None:
             return
         assert self._tree is not None
-        assert self._snapshots is not None
         place = marks.newest // self._size - 1
         if place < len(path) and path[place] in self._tree:
             self._snapshots.attach(path[place], marks)
 
     def drop(self, sequence: Sequence) -> None:
         """A sequence ends or pauses."""
-        if self._snapshots is not None and sequence.marks is not None:
+        if sequence.marks is not None:
             self._snapshots.give_back(sequence.marks)
             self._snapshots.give_back_undo(sequence.marks)
         sequence.marks = None
 
     def clear(self) -> None:
         """Forget everything."""
-        if self._snapshots is not None:
-            self._snapshots.clear()
+        self._snapshots.clear()
 
     def check(self, running: list[Sequence]) -> None:
         """Raise AssertionError unless rows and their holders agree."""
         marks = [sequence.marks for sequence in running if sequence.marks is not None]
         assert len(marks) == len(running) * self.there_are, "marks of a sequence are not there, or not its own"
-        if self._snapshots is not None:
-            self._snapshots.check(marks, self._tree or ())
+        self._snapshots.check(marks, self._tree or ())

@@ -10,11 +10,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from strata.cache.groups import PageGroup, pools
+from strata.cache.block_tables import table_pages
+from strata.cache.groups import pools
+from strata.cache.pool import KVPool
 from strata.cache.state_pool import StatePool
 from strata.comm.mesh import Axis
 from strata.comm.peer_copies import with_peer_copies
-from strata.engine.embeddings.pooling import Pooler
+from strata.engine.compatibility import check_gathered_heads
+from strata.engine.embeddings.pooling import Pooler, PromptPooler
 from strata.engine.engine_config import EngineConfig, EngineSizes, library_limit
 from strata.engine.faults import memory_explained
 from strata.engine.ledger import GIB, Ledger
@@ -24,22 +27,22 @@ from strata.engine.program.source import Target
 from strata.engine.ranks.expert_balance import RankExperts
 from strata.engine.ranks.rank import Rank
 from strata.engine.ranks.token_division import CONTEXT_AXIS
-from strata.engine.recorded_steps import RecordedSteps
+from strata.engine.recorded_steps import RecordedSteps, fresh_rows_of, gathered_rows_of
 from strata.engine.runner import Runner
 from strata.engine.startup.clock import Log, StartupClock
-from strata.engine.startup.divided_keys import check_gathered_heads
-from strata.engine.startup.library import has_library_plan, library_scales, without_library
 from strata.engine.startup.memory import RankPlace, overlapped_bytes, rank_memory, rank_part
 from strata.engine.startup.sequences import with_sequences
 from strata.engine.startup.sparse_attention import attention_choice
 from strata.engine.step_cost import token_division
-from strata.engine.steps.runner_config import RunnerConfig, planned_windows
 from strata.graph.buffers import BufferPlan
 from strata.graph.ranks.overlap import SLOTS
 from strata.hardware.figures import Device
 from strata.hardware.specs import recognize
+from strata.kernels.attention.cudnn_prompts import PlanShape, plan_for
+from strata.kernels.attention.virtual_sequences import MAX_TOKENS
 from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
 from strata.models.config import ModelConfig
+from strata.models.layers import Attention
 from strata.models.weights import WeightStore
 from strata.parallel.serving_shard import TENSOR_AXIS
 
@@ -48,23 +51,19 @@ from strata.parallel.serving_shard import TENSOR_AXIS
 class Executor:
     """What runs plans, and what it was made of.
 
-    weights: those of `model`, which may change between steps. costed: its program on shapes. groups: of layers by
-    what they keep. recorded: steps that replay CUDA graphs, and counts of those that
-    do not; None if none is to. own_kernels: the device runs them. kernels_are_ready: all variants of them have been
-    compiled. experts: of this rank, where those of a mixture may move between ranks.
+    weights: those of `model`, which may change between steps. costed: its program on shapes, and its sizes. recorded:
+    steps that replay CUDA graphs, and counts of those that do not; None if none is to. own_kernels: the device runs
+    them. kernels_are_ready: all variants of them have been compiled. experts: of this rank, where those of a mixture
+    may move between ranks.
     """
 
     model: torch.nn.Module
     weights: WeightStore
     runner: Runner
-    pooler: Pooler
+    pooler: PromptPooler
     recorded: RecordedSteps | None
     ledger: Ledger
     costed: MetaModel
-    groups: tuple[PageGroup, ...]
-    max_tokens: int
-    max_sequences: int
-    max_length: int
     own_kernels: bool
     kernels_are_ready: bool
     experts: RankExperts | None
@@ -152,27 +151,13 @@ def build_executor(
         ledger = replace(ledger, planned=planned.peak)
         details(planned_line(planned, ledger, sizes.max_tokens))
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
-        pool, *others = pools(sizes.groups, ledger.group_pages, own.num_layers, device)
+        kept = pools(sizes.groups, ledger.group_pages, own.num_layers, device)
         states = None if sizes.states is None else StatePool(sizes.states, ledger.state_rows, device)
-    first, *more = sizes.groups
-    windows, heads = planned_windows(own, first), own.num_heads
     if context is not None and context.size > 1:
         product = DeviceLimits.of(device).product if own_kernels else None
         division = token_division(costed, context, device.type, product)
         program = replace(program, division=division.agreed(rank.least))
-    stages = asked.pipeline_parallel_size
-    runner_config = RunnerConfig(
-        asked.max_sequences,
-        sizes.max_tokens,
-        max_length,
-        windows,
-        heads,
-        mask_ids,
-        stages,
-        only_windows=first.window is not None,
-    )
-    given = [(one, group.window) for one, group in zip(others, more, strict=True) if group.window is not None]
-    runner = Runner(program, pool, runner_config, device, given, states)
+    runner = Runner(program, sizes, own, kept, device, mask_ids, states, asked.pipeline_parallel_size)
     kernels_are_ready = False
     if kernels is not None:
         with clock.phase("kernels"):
@@ -185,7 +170,7 @@ def build_executor(
     with clock.phase("CUDA graphs"):
         fresh, scales = any(size.fresh for size in sizes.recorded), library_scales(model)
         wanted = sizes.library or fresh
-        has_library = wanted and has_library_plan(own, scales, pool, max_length, fresh, log)
+        has_library = wanted and has_library_plan(own, scales, kept[0], max_length, fresh, log)
         if not rank.least(int(has_library)) and wanted:
             sizes = replace(sizes, attends=False)
         if sizes.recorded:
@@ -202,10 +187,6 @@ def build_executor(
         recorded=recorded,
         ledger=ledger,
         costed=replace(costed, program=runner.program),
-        groups=sizes.groups,
-        max_tokens=sizes.max_tokens,
-        max_sequences=asked.max_sequences,
-        max_length=max_length,
         own_kernels=own_kernels,
         kernels_are_ready=kernels_are_ready,
         experts=experts,
@@ -266,3 +247,36 @@ def _runs_own_kernels(asked: EngineConfig, device: torch.device, log: Log) -> bo
         raise ValueError(f"{limit}: deterministic=True needs Strata's own kernels here; leave it out")
     log(f"{limit}: the library's implementations and the references run instead, without CUDA graphs")
     return False
+
+
+def library_scales(model: torch.nn.Module) -> set[float]:
+    """What the layers that cuDNN can attend for multiply their scores by: a plan is made for each, mostly one."""
+    specs = (module.spec for module in model.modules() if isinstance(module, Attention))
+    return {spec.scale for spec in specs if spec.window is None}
+
+
+def has_library_plan(
+    config: ModelConfig, scales: set[float], pool: KVPool, max_length: int, fresh: bool, log: Log
+) -> bool:
+    """Make the plans that layers share, of which the first takes a second; fresh: also for steps over their own keys.
+    False, once a line has said why, if that fails."""
+    heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
+    page_size = pool.shape.page_size
+    rows = [(fresh_rows_of(heads, pool.shape), MAX_TOKENS)] if fresh else []
+    if pool.shape.rounded is None:
+        rows.append((gathered_rows_of(heads, pool.shape), table_pages(max_length, page_size) * page_size))
+    try:
+        for scale in sorted(scales):
+            for own, longest in rows:
+                vectors = own.queries, own.keys, own.values
+                shape = PlanShape(pool.shape.dtype, heads, kv_heads, width, *vectors, longest, scale)
+                plan_for(shape, pool.keys[0].device)
+    except Exception as error:  # the library's own kinds, and those of a front end that does not fit it
+        log(without_library(str(error).strip().partition("\n")[0]))
+        return False
+    return True
+
+
+def without_library(reason: str) -> str:
+    """The line that says that steps run without it."""
+    return f"steps attend for prompts without cuDNN: {reason}"

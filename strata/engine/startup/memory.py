@@ -5,7 +5,9 @@ The start of an engine counts so on the device that is here, a simulation on one
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,9 +15,6 @@ from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.ledger import DeviceMemory, Ledger, PoolTooSmall, plan_memory
 from strata.engine.ranks.rank import share_of
 from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
-from strata.engine.startup.divided_keys import joining_bytes
-from strata.engine.startup.recurrent_scratch import recurrent_bytes
-from strata.engine.startup.room import options_with_room
 from strata.engine.startup.sparse_attention import choice_bytes
 from strata.graph.passes import passes_of
 from strata.graph.ranks.overlap import SLOTS
@@ -26,11 +25,20 @@ from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.attention.prompt_keys import prompt_keys_bytes
 from strata.kernels.device_limits import DeviceLimits, implementations_for
 from strata.kernels.latent import cuda as latent_cuda
+from strata.kernels.recurrent import delta_chunks_cuda
 from strata.models.config import ModelConfig
+from strata.models.recurrence.gated_delta_config import GatedDeltaConfig
 from strata.parallel.serving_shard import RankShard
+
+if TYPE_CHECKING:
+    from strata.engine.engine_config import EngineConfig
+
 
 # What a process holds of a device before anything is allocated, estimated.
 CONTEXT_BYTES = 1 << 29
+# Copies of what a rank has found, in float32, that are alive at once while ranks join it: as it was computed, packed
+# for the others, and what has arrived.
+_COPIES = 3
 # What NCCL takes for the channels between the ranks of one host, estimated.
 _MESSAGE_BYTES = 1 << 30
 
@@ -107,29 +115,22 @@ def planned_memory(
     overlapped = SLOTS * overlapped_bytes(asked, config, sizes)
     return plan_memory(
         config,
-        sizes.pool,
+        sizes,
         device,
         # Products behind norms stand once more where they take up the norms' weights: no more than all.
         weight_bytes=sizes.weight_bytes * (2 if "fold_norm_weights" in passes_of(asked.passes) else 1),
-        max_tokens=sizes.max_tokens,
-        max_sequences=asked.max_sequences,
-        max_length=sizes.max_length,
         utilization=asked.gpu_memory_utilization,
         num_pages=asked.num_pages,
-        dtype=sizes.pool.dtype,
-        recorded=sizes.recorded,
         scratch=max((_scratch_bytes(asked, config, sizes, *one) for one in rows), default=0)
         + (sizes.packing.largest_in_floats(sizes.pool.dtype) if device.type == "cuda" else 0)
         + (recurrent_bytes(asked, config, sizes.max_tokens, sizes.pool.dtype) if device.type == "cuda" else 0)
         + prompt_keys_bytes(sizes.prompt_keys, sizes.pool.kv_heads * sizes.pool.head_dim, sizes.pool.dtype.itemsize)
         + choice_bytes(asked, config, sizes.max_tokens, sizes.max_length)
-        + joining_bytes(asked, config, sizes.max_tokens),
+        + _joining_bytes(asked, config, sizes.max_tokens),
         sharing=asked.ranks,
         messages=_message_bytes(asked, sizes, device, overlapped),
         sources=asked.tensor_parallel_size if asked.enable_dp_attention else 1,
         memory=memory,
-        groups=sizes.groups,
-        states=sizes.states,
         takes_snapshots=asked.enable_prefix_caching,
     )
 
@@ -140,6 +141,13 @@ def overlapped_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSize
     if none_travel or asked.tensor_parallel_size != 2:
         return 0
     return most_rows(sizes.max_tokens) * config.hidden_size * sizes.pool.dtype.itemsize
+
+
+def _joining_bytes(asked: EngineConfig, config: ModelConfig, tokens: int) -> int:
+    """What ranks that divide keys need to join what they find in a step of so many tokens. config: of a rank."""
+    ranks = asked.decode_context_parallel_size
+    width = config.head_dim if config.latent is None else config.latent.rank
+    return 0 if ranks == 1 else _COPIES * 4 * tokens * ranks * config.num_heads * (width + 1)
 
 
 def _message_bytes(asked: EngineConfig, sizes: EngineSizes, device: torch.device, overlapped: int) -> int:
@@ -172,3 +180,37 @@ def _scratch_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes,
     heads = config.num_heads * ranks, config.num_kv_heads, config.head_dim
     kind = {"rounded": pool.rounded is not None, "some": some}
     return decode_attention_cuda.scratch_bytes(rows, keys, *heads, pool.dtype, **kind)
+
+
+def recurrent_bytes(asked: EngineConfig, config: ModelConfig, max_tokens: int, dtype: torch.dtype) -> int:
+    """On a GPU, in the largest step, whose padding may be one more sequence. config: of a rank. In deterministic mode a
+    state goes from token to token."""
+    delta = config.recurrence
+    if asked.deterministic or not isinstance(delta, GatedDeltaConfig):
+        return 0
+    heads = delta.heads, delta.key_dim, delta.value_dim
+    return delta_chunks_cuda.scratch_bytes(max_tokens, asked.max_sequences + 1, *heads, dtype)
+
+
+_RANKS = (2, 4, 8)
+
+
+def options_with_room(asked: EngineConfig, plan: Callable[[EngineConfig], object]) -> list[str]:
+    """The fewest ranks that have room, and weights in 8 bits if they have: each alone, as `LLM` takes them.
+
+    plan: divides the memory for other options; raises ValueError where it does not suffice, or they cannot be.
+    """
+
+    def has_room(**other: Any) -> bool:
+        try:
+            plan(replace(asked, **other))
+        except ValueError:
+            return False
+        return True
+
+    more = (size for size in _RANKS if size > asked.tensor_parallel_size)
+    ranks = next((size for size in more if has_room(tensor_parallel_size=size)), None)
+    found = [] if ranks is None else [f"tensor_parallel_size={ranks}"]
+    if asked.quantization is None and asked.sparsity is None and has_room(quantization="fp8"):
+        found.append("quantization='fp8'")
+    return found

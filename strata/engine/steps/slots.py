@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.engine.plan import NewSequence, PlanArrays
+from strata.engine.plan import NewSequence, PlanArrays, StepPlan
 from strata.engine.sampler import filters, is_special
 
 
@@ -24,19 +25,44 @@ class SlotState:
         self.top_k: NDArray[np.int32] = np.zeros(slots, np.int32)
         self.top_p: NDArray[np.float32] = np.ones(slots, np.float32)
         self.min_p: NDArray[np.float32] = np.zeros(slots, np.float32)
-        # Slots that do not draw greedily from the logits as they are; `scored`: whose prompts are.
+        # Of the sequence's adapter and of its weights' version, by which operations find what is theirs.
+        self.tags: NDArray[np.int32] = np.zeros((slots, 2), np.int32)
+        # Slots that do not draw greedily from the logits as they are; `scored`: whose prompts are; `tagged`: with tags.
         self.sampled: set[int] = set()
         self.filtered: set[int] = set()
         self.special: set[int] = set()
         self.constrained: set[int] = set()
         self.scored: set[int] = set()
+        self.tagged: set[int] = set()
 
     def __getitem__(self, slot: int) -> NewSequence:
         sequence = self.sequences[slot]
         assert sequence is not None, f"slot {slot} has no sequence"
         return sequence
 
-    def start(self, sequence: NewSequence) -> None:
+    def learn(self, plan: StepPlan) -> None:
+        """Take what a plan tells of sequences that have ended, and of new ones."""
+        for slot in plan.ended:
+            self.end(slot)
+        for sequence in plan.new:
+            self._start(sequence)
+
+    def scores(self, plan: StepPlan) -> bool:
+        """Whether the step has rows of a prompt whose log-probabilities are reported."""
+        scored, lengths = self.scored, self.prompt_lengths
+        return bool(scored) and any(
+            chunk.slot in scored and chunk.start < lengths[chunk.slot] - 1 for chunk in plan.chunks
+        )
+
+    def waits(self, plan: StepPlan) -> bool:
+        """Whether the step is drawn once it has masks."""
+        return bool(self.constrained) and any(draw.slot in self.constrained for draw in plan.draws)
+
+    def tags_any(self, plan: StepPlan) -> bool:
+        """Whether the step runs a sequence with tags."""
+        return bool(self.tagged) and any(chunk.slot in self.tagged for chunk in plan.chunks)
+
+    def _start(self, sequence: NewSequence) -> None:
         slot, sampling = sequence.slot, sequence.sampling
         self.sequences[slot] = sequence
         self.known[slot], self.prompt_lengths[slot] = len(sequence.tokens), sequence.prompt_length
@@ -48,8 +74,23 @@ class SlotState:
             (self.special, is_special(sampling)),
             (self.constrained, sequence.constrained),
             (self.scored, sequence.prompt_logprobs is not None),
+            (self.tagged, any(sequence.adapter_and_weights)),
         ):
             (slots.add if has_it else slots.discard)(slot)
+        for column, name in enumerate(sequence.adapter_and_weights):
+            self.tags[slot, column] = self._tag_row(slot, column, name) if name else 0
+
+    def _tag_row(self, slot: int, column: int, name: str) -> int:
+        """Each tag has the lowest row, from 1 on, that no other tag of a running sequence has: the same on all ranks,
+        which are told the same plans."""
+        others = self.tagged - {slot}
+        rows = {self[other].adapter_and_weights[column]: int(self.tags[other, column]) for other in others}
+        return rows[name] if name in rows else next(row for row in count(1) if row not in rows.values())
+
+    def place_tags(self, host: Mapping[str, NDArray[np.int32]], slots: NDArray[np.int32]) -> None:
+        """Write the rows of a step's sequences, whose slots these are; padding has none."""
+        rows = host["tags"].reshape(-1, 2)
+        rows[: len(slots)], rows[len(slots) :] = self.tags[slots], 0
 
     def place_draws(self, host: Mapping[str, NDArray[np.int32]], arrays: PlanArrays) -> None:
         """Write which rows of a step are sampled, and how, into the fields of its buffer."""
@@ -63,7 +104,7 @@ class SlotState:
 
     def end(self, slot: int) -> None:
         self.sequences[slot] = None
-        for slots in (self.sampled, self.filtered, self.special, self.constrained, self.scored):
+        for slots in (self.sampled, self.filtered, self.special, self.constrained, self.scored, self.tagged):
             slots.discard(slot)
 
 

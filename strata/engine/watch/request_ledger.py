@@ -15,8 +15,8 @@ Part = Literal[
 inbox: from there until the engine has read it, which it does between steps.
 grammar: compiling it in the engine.
 step_under_way: until the end of the step that ran when the request was queued; of one that runs, since its last step.
-slot, pages, step_full, prefix: in the queue, by what it lacked (`strata.engine.scheduling.held`); step_full also while
-    its prompt had begun and others filled a step.
+slot, pages, step_full, prefix: in the queue, by what it lacked (`strata.engine.scheduling.config`); step_full also
+    while its prompt had begun and others filled a step.
 host_gap: between steps, when the device had nothing to do.
 masks: steps waited for the masks of grammars, its own or those of others.
 prompt, prompt_beside: steps with a part of its prompt: its share of their tokens, and the rest.

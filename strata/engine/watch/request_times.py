@@ -18,7 +18,7 @@ import msgspec
 from strata.engine.loop import StepTiming
 from strata.engine.plan import RankPlans, StepPlan
 from strata.engine.request import Sequence
-from strata.engine.scheduling.held import HOLDUPS
+from strata.engine.scheduling.config import HOLDUPS
 from strata.engine.watch.request_ledger import Part, RequestLedger, ended_at
 from strata.engine.watch.step_shares import StepLook
 
@@ -45,15 +45,6 @@ class Arrival(NamedTuple):
     submitted: float
     read: float
     queued: float
-
-
-class StepSeconds(NamedTuple):
-    """gap: for which the device had nothing to do before the step although requests were there. work: of the step, of
-    which `recomputed` with tokens that were computed before."""
-
-    gap: float
-    work: float
-    recomputed: float
 
 
 @dataclass(slots=True, eq=False)
@@ -121,8 +112,9 @@ class RequestTimes:
         times.add("grammar", arrival.queued - arrival.read)
         self._arrived.append(times)
 
-    def step(self, timing: StepTiming, look: StepLook) -> StepSeconds:
-        """A step has ended."""
+    def step(self, timing: StepTiming, look: StepLook) -> tuple[float, float, float]:
+        """A step has ended. Returns seconds: for which the device had nothing to do before it although requests were
+        there; of the step; and those of it with tokens that were computed before."""
         plan, ended, last = timing.plan, timing.ended, self._last
         begin = min(max(timing.launched, last), ended)
         arrived = [one for one in self._arrived if one.arrival.queued <= timing.planned]
@@ -159,7 +151,7 @@ class RequestTimes:
         self._last = ended
         for one, drawn in drew:
             self._begin_decode(one, drawn)
-        return StepSeconds(gap, ended - begin, self._recomputed - before)
+        return gap, ended - begin, self._recomputed - before
 
     def sample_ended(self, sequence: Sequence, now: float | None = None) -> None:
         """A sample has ended with the last step or, if it was broken off, `now`."""

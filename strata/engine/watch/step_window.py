@@ -1,37 +1,19 @@
-"""The steps of the last seconds in sums: how near they were to their floor, and what they waited for."""
+"""The steps of the last seconds in sums: how near they were to their floor, and what they waited for. Beside the
+ledgers of requests, it is all that is noted of an engine while it serves."""
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+import math
+from collections import defaultdict, deque
+from typing import Any, NamedTuple
 
 from strata.engine.loop import StepTiming
-from strata.engine.scheduling.held import Holdup
-from strata.engine.watch.request_times import StepSeconds
-from strata.engine.watch.step_shares import StepLook
-from strata.engine.watch.verdict import Shares, Standing, standing
+from strata.engine.scheduling.config import HOLDUPS
+from strata.engine.watch.request_times import RequestTimes
+from strata.engine.watch.step_shares import StepLook, StepShares
+from strata.engine.watch.verdict import Bound, Shares, Standing, standing
 
 WINDOW_SECONDS = 10
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Of the steps that ended in one second. seconds: from the end of the step before, without rests. known: of the
-    steps whose floor is; timed: of those whose prediction is."""
-
-    second: int
-    seconds: float = 0.0
-    gap: float = 0.0
-    masks: float = 0.0
-    recomputed: float = 0.0
-    launches: float = 0.0
-    floor: float = 0.0
-    known: float = 0.0
-    predicted: float = 0.0
-    timed: float = 0.0
-    held: dict[Holdup, float] = field(default_factory=dict)
-    bounds: dict[str, float] = field(default_factory=dict)
 
 
 class Standings(NamedTuple):
@@ -50,34 +32,36 @@ class StepWindow:
 
     def __init__(self, *, records: bool, seconds: int = WINDOW_SECONDS) -> None:
         self._records, self._window = records, seconds
-        self._sums: deque[_Sums] = deque()
+        # Of the steps that ended in one second, sums: "seconds" from the end of the step before, without rests; "known"
+        # of the steps whose floor is, "timed" of those whose prediction is; also by what held requests back, and by
+        # what bounds floors.
+        self._sums: deque[tuple[int, defaultdict[Any, float]]] = deque()
         self._compiled: deque[tuple[float, int]] = deque()
 
-    def step(self, timing: StepTiming, look: StepLook, took: StepSeconds) -> None:
-        """A step has ended."""
-        gap, work, recomputed = took
+    def step(self, timing: StepTiming, look: StepLook, gap: float, work: float, recomputed: float) -> None:
+        """A step has ended; seconds as `RequestTimes.step` tells them."""
         second = int(timing.ended)
-        if not self._sums or self._sums[-1].second != second:
-            self._sums.append(_Sums(second))
+        if not self._sums or self._sums[-1][0] != second:
+            self._sums.append((second, defaultdict(float)))
             self._forget(second)
-        sums = self._sums[-1]
-        sums.seconds += gap + work
-        sums.gap += gap
-        sums.masks += min(work, timing.drawing)
-        sums.recomputed += recomputed
+        sums = self._sums[-1][1]
+        sums["seconds"] += gap + work
+        sums["gap"] += gap
+        sums["masks"] += min(work, timing.drawing)
+        sums["recomputed"] += recomputed
         if look.floor is not None:
             floor = look.floor.seconds
-            sums.floor += floor
-            sums.known += gap + work
-            sums.bounds[look.floor.bound] = sums.bounds.get(look.floor.bound, 0.0) + floor
+            sums["floor"] += floor
+            sums["known"] += gap + work
+            sums["bound", look.floor.bound] += floor
             if self._records and timing.late and not timing.recorded:
-                sums.launches += max(0.0, work - floor)
+                sums["launches"] += max(0.0, work - floor)
         if look.predicted is not None:
-            sums.predicted += look.predicted
-            sums.timed += work
+            sums["predicted"] += look.predicted
+            sums["timed"] += work
         for held in timing.held:
             if held.holdup is not None:
-                sums.held[held.holdup] = sums.held.get(held.holdup, 0.0) + (gap + work) / len(timing.held)
+                sums["held", held.holdup] += (gap + work) / len(timing.held)
 
     def standings(self, now: float, compiled: int) -> Standings:
         """compiled: kernels since the engine was ready."""
@@ -85,39 +69,53 @@ class StepWindow:
         self._compiled.append((now, compiled))
         while self._compiled[0][0] < now - self._window:
             self._compiled.popleft()
-        total = self._total("seconds")
+        sums: defaultdict[Any, float] = defaultdict(float)
+        for _, of_second in self._sums:
+            for part, seconds in of_second.items():
+                sums[part] += seconds
+        total = sums["seconds"]
         if not total:
             return Standings()
-        known, timed = self._total("known"), self._total("timed")
-        floor = self._total("floor") / known if known else None
-        held: dict[Holdup, float] = {}
-        bounds: dict[str, float] = {}
-        for sums in self._sums:
-            for cause, seconds in sums.held.items():
-                held[cause] = held.get(cause, 0.0) + seconds / total
-            for bound, seconds in sums.bounds.items():
-                bounds[bound] = bounds.get(bound, 0.0) + seconds
+        floor = sums["floor"] / sums["known"] if sums["known"] else None
+        bounds: tuple[Bound, ...] = ("memory", "compute", "communication")
         shares = Shares(
-            gap=self._total("gap") / total,
-            masks=self._total("masks") / total,
-            recomputed=self._total("recomputed") / total,
-            launches=self._total("launches") / total,
-            held=held,
+            gap=sums["gap"] / total,
+            masks=sums["masks"] / total,
+            recomputed=sums["recomputed"] / total,
+            launches=sums["launches"] / total,
+            held={cause: sums["held", cause] / total for cause in HOLDUPS},
             floor=floor,
-            bound=_bound(bounds),
+            bound=max(bounds, key=lambda bound: sums["bound", bound]),
             compiled=compiled - self._compiled[0][1],
         )
-        predicted = self._total("predicted") / timed if timed else None
+        predicted = sums["predicted"] / sums["timed"] if sums["timed"] else None
         return Standings(floor, predicted, shares.gap, standing(shares))
 
     def _forget(self, second: int) -> None:
-        while self._sums and self._sums[0].second <= second - self._window:
+        while self._sums and self._sums[0][0] <= second - self._window:
             self._sums.popleft()
 
-    def _total(self, name: str) -> float:
-        return float(sum(getattr(sums, name) for sums in self._sums))
+
+# How often it is looked how an engine stands, in seconds.
+LOOK_EVERY = 0.5
 
 
-def _bound(bounds: dict[str, float]) -> Literal["compute", "memory", "communication"]:
-    largest = max(bounds, key=lambda bound: bounds[bound], default="memory")
-    return "compute" if largest == "compute" else "communication" if largest == "communication" else "memory"
+class Watch:
+    """requests: their ledgers. ranks: with sequences of their own. records: steps are meant to replay recordings."""
+
+    def __init__(self, shares: StepShares, *, ranks: int = 1, records: bool = False) -> None:
+        self._shares = shares
+        self.requests = RequestTimes(has_floor=shares.floors is not None, ranks=ranks)
+        self._window = StepWindow(records=records)
+        self._standings, self._looked = Standings(), -math.inf
+
+    def step(self, timing: StepTiming) -> None:
+        """A step has ended; its sequences have not yet."""
+        look = self._shares.look(timing.plan)
+        self._window.step(timing, look, *self.requests.step(timing, look))
+
+    def standings(self, now: float, compiled: int) -> Standings:
+        """How the engine stood lately. compiled: kernels since it was ready."""
+        if now - self._looked >= LOOK_EVERY:
+            self._standings, self._looked = self._window.standings(now, compiled), now
+        return self._standings

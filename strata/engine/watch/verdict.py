@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from strata.engine.scheduling.held import Holdup
+from strata.engine.scheduling.config import Holdup
 
 Layer = Literal["kernel", "graph", "system"]
+Bound = Literal["compute", "memory", "communication"]
 Cause = Literal[
     "compute",
     "memory",
@@ -28,7 +29,6 @@ Cause = Literal[
 ]
 """unknown: steps are over their floor, and nothing that was measured tells of what they are made."""
 LAYERS: tuple[Layer, ...] = get_args(Layer)
-CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Shares(NamedTuple):
     launches: float = 0.0
     held: Mapping[Holdup, float] = {}
     floor: float | None = None
-    bound: Literal["compute", "memory", "communication"] = "memory"
+    bound: Bound = "memory"
     compiled: int = 0
 
 

@@ -13,8 +13,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from strata import LLM, SamplingParams
-from strata.engine.embeddings.embedding_queue import EmbeddingQueue
-from strata.engine.embeddings.pooling import Pooler, PoolRequest
+from strata.engine.embeddings.pooling import EmbeddingQueue, Pooler, PoolRequest
 from tests.engine.test_faults import NAN_TOKEN, break_embedding
 
 PROMPTS = [[1, 2, 3], list(range(60)), [7], [5, 5, 5, 5], list(range(200, 240))]

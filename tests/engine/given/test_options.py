@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 from dataclasses import fields
 from importlib.resources import files
 from typing import Any
@@ -15,14 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata import LLM
+from strata.cache.block_tables import BlockTables
+from strata.cache.pool import KVPool, PoolShape
+from strata.cache.staging import Staging
+from strata.cache.tables import BufferShape, StepBuffer
 from strata.engine.engine_config import EngineConfig
 from strata.engine.given.options import VLLM_OPTIONS
 from strata.engine.given.segments import Content, positions
-from strata.engine.plan import StepPlan, Tags
+from strata.engine.plan import PlanArrays, StepPlan, Tags
 from strata.engine.request import Request
-from strata.engine.routing.held_prefixes import BLOCK_TOKENS, prefix_keys
+from strata.engine.routing.router import BLOCK_TOKENS, prefix_keys
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.scheduler import Scheduler
+from strata.engine.steps.slots import SlotState
 from tests.engine.scheduling.plans import scheduler, shares, step
 
 
@@ -226,10 +232,73 @@ def test_sequences_of_other_tags_share_no_prefixes() -> None:
     assert added(of, "none", prompt, Tags()) == 16, "tags that say nothing are none"
 
 
-def test_plans_tell_the_tags_of_a_sequence() -> None:
-    of = scheduler()
-    of.add(Request("a", (3, 4, 5), SamplingParams(), tags=Tags(adapter="x", weights="2")))
-    plan = of.schedule()
-    assert plan is not None
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
-    assert [new.tags for new in sent.new] == [Tags("x", "", "2")]
+def tag_rows(slots: SlotState, plan: StepPlan) -> list[list[int]] | None:
+    """Of each chunk of a step, as the model is given them."""
+    slots.learn(plan)
+    arrays, tagged = PlanArrays(plan), slots.tags_any(plan)
+    shape = BufferShape(plan.tokens + 2, len(plan.chunks) + 1, len(arrays.drawn), tags=tagged)
+    assert tagged or shape == BufferShape(*(getattr(shape, name) for name in ("tokens", "sequences", "draws")))
+    staging, cpu = Staging(shape.size, torch.device("cpu")), torch.device("cpu")
+    buffer, tables = StepBuffer(shape, staging, staging.target(shape.size)), BlockTables(8, 32, cpu)
+    buffer.place(tables, 4, arrays.slots, arrays.starts, arrays.counts)
+    if tagged:
+        slots.place_tags(buffer.host, arrays.slots)
+    pool = KVPool(PoolShape(0, 4, 1, 8, torch.float32), 1, cpu)
+    tags = buffer.batch(pool, tables.on_device, buffer.tensors["tokens"], 1, ()).tags
+    if tags is None:
+        return None
+    assert tags.shape == (len(plan.chunks) + 1, 2)
+    assert not tags[-1].any(), "padding has no tags"
+    return tags[:-1].tolist()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_step_finds_the_rows_of_what_its_sequences_bring_along(seed: int) -> None:
+    """Whoever brings the same has one row, low ones are taken again; steps without tags are as if there were none."""
+    chosen = random.Random(seed)
+    of, slots = scheduler(budget=16), SlotState(8)
+    kinds = [None, Tags(), Tags(draft="d"), *(Tags(adapter=one, weights=two) for one in ("", "a", "b") for two in "12")]
+    brought: dict[int, Tags | None] = {}
+    seen: set[bool] = set()
+    waiting = [chosen.choice(kinds[:3] if number > 20 else kinds) for number in range(40)]
+    while waiting or of.has_work:
+        for _ in range(chosen.randrange(3) if of.has_work else 1):
+            if waiting:
+                params = SamplingParams(max_tokens=chosen.randint(1, 6))
+                prompt = tuple(range(3, chosen.randint(4, 24)))
+                (sequence,) = of.add(Request(f"{len(waiting)}", prompt, params, tags=waiting[-1]))
+                brought[sequence.id] = waiting.pop()
+        plan = of.schedule()
+        assert plan is not None
+        sent = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
+        rows, tags = tag_rows(slots, sent), [brought[chunk.sequence] or Tags() for chunk in plan.chunks]
+        seen.add(rows is None)
+        if rows is None:
+            assert not any(one.adapter or one.weights for one in tags)
+        else:
+            for at, names in enumerate(([one.adapter for one in tags], [one.weights for one in tags])):
+                column = [row[at] for row in rows]
+                assert [row == 0 for row in column] == [not name for name in names]
+                assert len(set(zip(names, column, strict=True))) == len(set(names)) == len(set(column))
+                assert max(column) <= 2, "two adapters, and two versions, never need a third row"
+        of.complete(plan, [7] * len(plan.draws))
+    assert seen == {True, False}
+
+
+def test_the_model_is_given_the_tags_of_a_step() -> None:
+    """And computes the same where nothing of it asks for them."""
+    engine = LLM("builtin", device="cpu", num_pages=64, max_num_seqs=4, verbose=False).engine
+    given: list[Any] = []
+    for variant in engine.program.variants:
+        forward = variant.graph.forward
+        variant.graph.forward = lambda batch, *rest, forward=forward: given.append(batch) or forward(batch, *rest)
+    found = []
+    for kinds in ([None] * 3, [None, Tags("a", weights="1"), Tags("b")]):
+        params, prompts = SamplingParams(temperature=0, max_tokens=4), ((5, 6, 7), (8,) * 20, (9, 4))
+        for number, (prompt, tags) in enumerate(zip(prompts, kinds, strict=True)):
+            engine.loop.add(Request(f"{number}", prompt, params, tags=tags, salt=f"{kinds}"))
+        found.append([[update.tokens for update in output.updates] for output in engine.loop.outputs()])
+        told = [None if one.tags is None else one.tags.tolist() for one in given]
+        assert told == [None if kinds[1] is None else [[0, 0], [1, 1], [2, 0]]] * 4
+        given.clear()
+    assert found[0] == found[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,14 @@ import torch
 
 from strata import LLM, SamplingParams
 from strata.cache.groups import PageGroup
-from strata.cache.staging import Staging
 from strata.cache.window_pages import WindowPages
 from strata.engine import engine_config
 from strata.engine.program.sizes import recorded_sizes
-from strata.engine.runner import Runner
 from strata.engine.scheduling import states as states_module
 from strata.models.batch import Batch
 from strata.models.families import FAMILIES
 from tests.engine.groups.recurrent_family import family
-from tests.engine.program.test_recorded_steps import Replayed
+from tests.engine.program.test_recorded_steps import Replayed, as_on_cuda, recorded_by
 from tests.models.checkpoints import FAMILY_CONFIGS, make_checkpoint
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 
@@ -133,16 +130,10 @@ def test_the_same_ids_as_eagerly(name: str, tmp_path: Path, monkeypatch: pytest.
     folder = make_checkpoint(tmp_path / name, dict(FAMILY_CONFIGS)[name] | {"max_position_embeddings": 448})
     wanted = ids(LLM(folder, **OPTIONS))
     graphs = Replayed()
-    monkeypatch.setattr(Runner, "_recordings", lambda self: graphs)
-    monkeypatch.setattr(Staging, "target", lambda self, size: torch.full((size,), -77, dtype=torch.int32))
-    monkeypatch.setattr(Staging, "send", lambda self, target: target.copy_(self.host[: len(target)]))
+    as_on_cuda(monkeypatch, graphs)
     llm = LLM(folder, **OPTIONS)
-    runner = llm.engine.loop._runner
-    others = [tables for _, tables, _ in runner._windows._others]
-    for tables in (runner._tables, *others):  # memory of their own, as on CUDA
-        tables.on_device, tables._shared = torch.zeros(tables.rows.shape, dtype=torch.int32), False
-    sizes = recorded_sizes(4, 48, 10**6, library=False)
-    runner.record([replace(size, groups=1 + len(others)) for size in sizes])
+    recorded_by(llm, recorded_sizes(4, 48, 10**6, library=False))
+    others = [tables for _, tables, _ in llm.engine.runner._windows._others]  # type: ignore[union-attr]
     assert ids(llm) == wanted
     assert {key[1] for key in graphs.replayed} == {"run", "draw"}
     assert all(torch.equal(tables.on_device, torch.from_numpy(tables.rows)) for tables in others)
@@ -280,15 +271,8 @@ def test_recorded_steps_read_the_rows_of_states(states_folder: Path, monkeypatch
     """A recording, here replayed without a GPU, reads the rows of its sequences from device memory, as it does all that
     changes; padding leaves the states of sequences alone."""
     graphs = Replayed()
-    monkeypatch.setattr(Runner, "_recordings", lambda self: graphs)
-    monkeypatch.setattr(Staging, "target", lambda self, size: torch.full((size,), -77, dtype=torch.int32))
-    monkeypatch.setattr(Staging, "send", lambda self, target: target.copy_(self.host[: len(target)]))
+    as_on_cuda(monkeypatch, graphs)
     llm = stateful(states_folder)
-    runner = llm.engine.loop._runner
-    others = [] if runner._windows is None else [tables for _, tables, _ in runner._windows._others]
-    for tables in (runner._tables, *others):  # memory of their own, as on CUDA
-        tables.on_device, tables._shared = torch.zeros(tables.rows.shape, dtype=torch.int32), False
-    sizes = recorded_sizes(5, 29, 10**6, library=False)
-    runner.record([replace(size, groups=1 + len(others)) for size in sizes])
+    recorded_by(llm, recorded_sizes(5, 29, 10**6, library=False))
     check(llm, prompts(), n=2, outputs=16)
     assert {key[1] for key in graphs.replayed} == {"run", "draw"}

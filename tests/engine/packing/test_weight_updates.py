@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, fx
 
 from strata import LLM, SamplingParams
 from strata.comm.operations import Along
+from strata.engine.ranks import ranked_runner
 from strata.engine.startup.packing import Packing
 from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
@@ -200,6 +202,59 @@ def test_ranks_take_their_parts_and_give_them_out_whole(
         assert all(torch.equal(value, tensors[one]) for one, value in given.items())
     with pytest.raises(ValueError, match="is not whole: give the stores of all parts"):
         dict(running[0].export())
+
+
+def pruned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Two of four weights of each product's rows are zeros."""
+    for name, tensor in tensors.items():
+        if "_proj.weight" in name:
+            tensor.view(-1, 4)[:, :2] = 0.0
+    return tensors
+
+
+RUNNING: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama-biases-tied", {"intermediate_size": 48}, {"tensor_parallel_size": 2, "sparsity": "2:4"}),
+    (
+        "qwen3-moe",
+        {"moe_intermediate_size": 16, "torch_dtype": "bfloat16"},
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_dp_attention": True},
+    ),
+    ("phi3", PACKED, {"pipeline_parallel_size": 2, "quantization": "int8"}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "ranked"), RUNNING, ids=["pruned", "experts", "stages"])
+def test_an_update_reaches_all_ranks_of_a_running_engine(
+    name: str, changes: dict[str, Any], ranked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranked_runner, "_TENSOR_BYTES", 1000)  # of which a tensor has several
+    config = config_by(name, changes)
+    stored = {at: saved(tmp_path / at, config, seed) for seed, at in enumerate(("before", "after"))}
+    if "sparsity" in ranked:
+        for at, tensors in stored.items():
+            save_file(pruned(tensors), tmp_path / at / "model.safetensors")
+    options = OPTIONS | ranked
+    wanted = answers(LLM(tmp_path / "after", **options))
+    gc.collect()  # a process is in one group of ranks at a time
+    llm = LLM(tmp_path / "before", **options)
+    old = answers(llm)
+    assert old != wanted
+    for one, value in stored["after"].items():
+        llm.engine.weights.update(one, value)
+    assert answers(llm) == wanted
+    if "sparsity" in ranked:  # of rows that the second rank has
+        wrong = stored["after"]["model.layers.0.mlp.up_proj.weight"].clone()
+        wrong[-1] = 1.0
+        with pytest.raises(ValueError, match="the part of another rank does not fit the scheme"):
+            llm.engine.weights.update("model.layers.0.mlp.up_proj.weight", wrong)
+        assert answers(llm) == wanted
+    with pytest.raises(ValueError, match="expected floats"):
+        llm.engine.weights.update("model.norm.weight", torch.ones(config.hidden_size, dtype=torch.int64))
+    for one, value in stored["before"].items():
+        llm.engine.weights.update(one, value)
+    assert answers(llm) == old
+    del llm
+    gc.collect()
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "granite-hybrid-experts"])

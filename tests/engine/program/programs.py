@@ -6,13 +6,20 @@ from typing import Any
 
 from torch import fx, nn
 
+from strata.cache.groups import PageGroup
+from strata.cache.pool import PoolShape
 from strata.cache.tables import BufferShape
-from strata.engine.engine_config import EngineConfig
+from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.program.program import StepProgram
 from strata.engine.program.shape import StepShape
 from strata.engine.program.source import Target
 from strata.kernels.device_limits import DeviceLimits
 from strata.parallel.serving_shard import RankShard
+
+
+def plain_sizes(shape: PoolShape, sequences: int, tokens: int, length: int) -> EngineSizes:
+    """Of an engine whose layers keep rows alike."""
+    return EngineSizes(length, tokens, sequences, shape, (PageGroup(tuple(range(shape.layers)), None, shape),), 0, 0)
 
 
 def step_program(

@@ -23,7 +23,6 @@ from strata.engine.program.sizes import (
     recorded_sizes,
     smallest_mixed,
 )
-from strata.engine.ranks.step_room import StepRoom
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.kernels.attention.virtual_sequences import fresh_rows
@@ -167,8 +166,9 @@ def test_prompts_that_are_scored_are_launched_whole(name: str) -> None:
 def test_ranks_with_sequences_of_their_own_take_the_size_that_holds_all_of_their_steps() -> None:
     program = made("experts over ranks").program
     few, many = (plan_of(Workload((count,), (count,))) for count in (5, 600))
-    room = StepRoom.of([StepPlan((), (), (), (), 0), plan(Workload((600,), (600,)))], scored=False)
-    mine, theirs = (program.choose(StepShape.of_ranks(room, step)) for step in (few, many))
+    plans = [StepPlan((), (), (), (), 0), plan(Workload((600,), (600,)))]
+    room = StepShape.of_ranks(plans, scored=False, tagged=False)
+    mine, theirs = (program.choose(room._replace(step=step)) for step in (few, many))
     assert mine.size == theirs.size is not None
     assert mine.size.tokens >= 600
     assert mine.variant is theirs.variant

@@ -16,13 +16,14 @@ from torch import Tensor
 from strata import LLM, SamplingParams
 from strata.cache.staging import Staging
 from strata.cache.tables import BufferShape
-from strata.engine.plan import StepPlan
+from strata.engine.plan import StepPlan, Tags
 from strata.engine.process.messages import Step
 from strata.engine.program import sizes as sizes_of_steps
 from strata.engine.program.program import StepChoice, StepProgram
 from strata.engine.program.shape import StepShape
-from strata.engine.program.sizes import recorded_sizes
+from strata.engine.program.sizes import StepSizes, recorded_sizes
 from strata.engine.recorded_steps import RecordedSteps
+from strata.engine.request import Request
 from strata.engine.runner import Runner
 from strata.graph import cudagraph
 from strata.kernels.attention import virtual_sequences
@@ -74,14 +75,27 @@ def recording(
     folder: Path, monkeypatch: pytest.MonkeyPatch, graphs: Replayed, kernels_are_ready: bool = False
 ) -> tuple[LLM, RecordedSteps]:
     """An engine whose steps are recorded in `graphs`, and whose device has memory of its own, as on CUDA."""
+    as_on_cuda(monkeypatch, graphs)
+    llm = LLM(folder, **OPTIONS)
+    return llm, recorded_by(llm, SIZES, kernels_are_ready=kernels_are_ready)
+
+
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch, graphs: Replayed) -> None:
+    """Inputs travel to memory of the device's own, and steps are recorded in `graphs`."""
     monkeypatch.setattr(Runner, "_recordings", lambda self: graphs)
     monkeypatch.setattr(Staging, "target", lambda self, size: torch.full((size,), -77, dtype=torch.int32))
     monkeypatch.setattr(Staging, "send", lambda self, target: target.copy_(self.host[: len(target)]))
-    llm = LLM(folder, **OPTIONS)
-    runner = llm.engine.loop._runner
-    tables = runner._tables
-    tables.on_device, tables._shared = torch.zeros(tables.rows.shape, dtype=torch.int32), False
-    return llm, runner.record(SIZES, kernels_are_ready=kernels_are_ready)
+
+
+def recorded_by(llm: LLM, sizes: Iterable[BufferShape], **options: Any) -> RecordedSteps:
+    """What the runner of an engine records, whose block tables have memory of their own."""
+    runner: Any = llm.engine.loop._runner
+    others = [] if runner._windows is None else [tables for _, tables, _ in runner._windows._others]
+    for tables in (runner._tables, *others):
+        tables.on_device, tables._shared = torch.zeros(tables.rows.shape, dtype=torch.int32), False
+    of_groups = [replace(size, groups=1 + len(others)) for size in sizes]
+    found: RecordedSteps = runner.record(StepSizes(of_groups, 1 << 20), **options)
+    return found
 
 
 @pytest.fixture
@@ -397,10 +411,12 @@ def test_steps_that_are_not_recorded_are_counted_by_why(folder: Path, monkeypatc
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     for length in (60, 80, 200):  # the last one in chunks of 96, 96 and 8
         llm.generate({"prompt_token_ids": [length] * length}, params, use_tqdm=False)
-    assert found.unrecorded == {"too_large": 3, "prompt_logprobs": 0, "out_of_memory": 0}
+    assert found.unrecorded == {"too_large": 3, "prompt_logprobs": 0, "tags": 0, "out_of_memory": 0}
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=1)
     llm.generate({"prompt_token_ids": [20] * 20}, params, use_tqdm=False)
-    assert found.unrecorded == {"too_large": 3, "prompt_logprobs": 1, "out_of_memory": 0}
+    llm.engine.loop.add(Request("a", (20,) * 20, SamplingParams(max_tokens=2, ignore_eos=True), tags=Tags("adapter")))
+    assert len([*llm.engine.loop.outputs()]) == 2
+    assert found.unrecorded == {"too_large": 3, "prompt_logprobs": 1, "tags": 2, "out_of_memory": 0}
 
 
 def test_counts_travel_to_the_metrics(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import strata
 from strata.comm.symmetric import imagined
 from strata.cost.nodes import total
 from strata.engine.program.meta_model import MetaModel
+from strata.engine.program.sizes import StepSizes
 from strata.engine.program.variants import fused_products_pay
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
@@ -209,7 +210,7 @@ def test_float16_prompts_attend_to_gathered_keys() -> None:
 def test_steps_launched_eagerly_attend_as_recorded_ones(
     new: tuple[int, ...], attention: list[str], model_with_library: MetaModel
 ) -> None:
-    launching = replace(model_with_library, program=model_with_library.program.replaying((), 1 << 17))
+    launching = replace(model_with_library, program=model_with_library.program.replaying(StepSizes((), 1 << 17)))
     step = launching.step(Workload(new, tuple(900 if count == 1 else count for count in new)))
     found = [list(node.kernels) for node in step.model if node.operation == "attention"]
     assert found == [attention] * LAYERS

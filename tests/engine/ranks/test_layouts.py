@@ -14,6 +14,7 @@ import torch
 
 from strata import LLM, SamplingParams
 from strata.engine.grammars.structured_outputs import StructuredOutputsParams
+from strata.engine.ranks import messages
 from strata.engine.scheduling.rank_schedulers import RankPages
 from tests.engine.ranks.layouts import (
     LAYOUTS,
@@ -213,3 +214,21 @@ def test_each_rank_has_its_experts_and_all_else(one: LLM, two: LLM) -> None:
     for name, size in sizes.items():
         assert own[name] == (size * 2 // 5 if ".experts." in name else size), name
     two.engine.loop.scheduler.check()
+
+
+def test_tensors_travel_between_ranks_as_they_are() -> None:
+    """Whatever their strides, of any dtype, and without elements."""
+    whole = torch.randn(5, 21)
+    for tensor in (
+        whole,
+        whole.t(),
+        whole[1:2, 3:4],
+        whole[:, :0],
+        whole.bfloat16()[1:, ::2],
+        whole.int()[0],
+        whole > 0,
+    ):
+        sent = messages.encoder()(messages.Vectors(3, tensor))
+        found = messages.decoder(messages.ToLeader)(sent).vectors
+        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found, tensor)

@@ -25,7 +25,7 @@ from strata.engine.ledger import Ledger
 from strata.engine.loop import EngineLoop
 from strata.engine.program import sizes as sizes_of_steps
 from strata.engine.program.program import StepProgram
-from strata.engine.program.sizes import divided_buckets, recorded_sizes
+from strata.engine.program.sizes import StepSizes, divided_buckets, recorded_sizes
 from strata.engine.program.source import Target
 from strata.engine.ranks.token_division import TokenDivision
 from strata.engine.request import Request
@@ -34,14 +34,22 @@ from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.startup import executor
-from strata.engine.steps.runner_config import RunnerConfig
 from strata.graph.walk import operation_counts
 from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 from strata.models import weights
 from strata.models.config import ModelConfig
 from strata.parallel.serving_shard import RankShard
-from tests.engine.program.programs import step_program
-from tests.engine.program.test_recorded_steps import LONGEST, MOST, OPTIONS, Replayed, ids, recording
+from tests.engine.program.programs import plain_sizes, step_program
+from tests.engine.program.test_recorded_steps import (
+    LONGEST,
+    MOST,
+    OPTIONS,
+    Replayed,
+    as_on_cuda,
+    ids,
+    recorded_by,
+    recording,
+)
 from tests.parallel.models import random_model
 from tests.parallel.ranks import run_ranks
 from tests.parallel.shards import divisible_config, shard_of
@@ -60,17 +68,15 @@ def of_engine(axis: Axis, model: str, library: bool, most: int) -> dict[str, Any
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sizes_of_steps, "LIBRARY_TOKENS", 16)
         patch.setattr(sizes_of_steps, "MAX_PROMPTS", 3)
-        patch.setattr(Staging, "target", lambda self, size: torch.full((size,), -77, dtype=torch.int32))
-        patch.setattr(Staging, "send", lambda self, target: target.copy_(self.host[: len(target)]))
         division, replayed = TokenDivision.on("cpu", axis.size, axis.index), Replayed()
+        as_on_cuda(patch, replayed)
         program = replace(step_program(llm.engine.model, target={"context": axis}), division=division)
-        runner: Any = Runner(program, plain.pool, plain._config, torch.device("cpu"))
-        runner._recordings = lambda: replayed
-        tables = runner._tables
-        tables.on_device, tables._shared = torch.zeros(tables.rows.shape, dtype=torch.int32), False
-        sizes = recorded_sizes(MOST, LONGEST, 10**6, library, division=division)
-        recorded = runner.record([size for size in sizes if size.ranks == 1 or size.tokens <= most], all_of_them=True)
+        sizes, config = plain_sizes(plain.pool.shape, MOST, LONGEST, llm.engine.max_model_len), llm.engine.config
+        runner: Any = Runner(program, sizes, config, [plain.pool], CPU, config.vocab_size)
+        kinds = recorded_sizes(MOST, LONGEST, 10**6, library, division=division)
+        kept = [size for size in kinds if size.ranks == 1 or size.tokens <= most]
         llm.engine.loop._runner = runner
+        recorded, tables = recorded_by(llm, kept, all_of_them=True), runner._tables
         launched = []
         launch = runner._launch_eager
         runner._launch_eager = lambda plan, step, *more: launched.append(step) or launch(plan, step, *more)
@@ -146,14 +152,13 @@ def answers(program: StepProgram, config: ModelConfig, kept: KeptKeys, replayed:
     memory of its own; None: they are launched eagerly."""
     shape = replace(PoolShape.of(config, 4, torch.float32), kept=kept)
     pages = PageAllocator(TOKENS // shape.page_tokens, shape.page_tokens)
-    windows = frozenset() if kept.ranks > 1 else frozenset([None])
-    runner_config = RunnerConfig(SEQUENCES, ROWS, LENGTH, windows, config.num_heads, 61)
-    runner = Runner(program, KVPool(shape, pages.num_pages, CPU), runner_config, CPU)
+    sizes = plain_sizes(shape, SEQUENCES, ROWS, LENGTH)
+    runner = Runner(program, sizes, config, [KVPool(shape, pages.num_pages, CPU)], CPU, 61)
     if replayed is not None:
         tables = runner._tables
         tables.on_device, tables._shared = torch.zeros(tables.rows.shape, dtype=torch.int32), False
         runner._recordings = lambda: replayed  # type: ignore[method-assign,assignment,return-value]
-        runner.record(SIZES)
+        runner.record(StepSizes(SIZES))
     scheduler = Scheduler(
         SchedulerConfig(SEQUENCES, ROWS, LENGTH, 0, None),
         pages,

@@ -10,8 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from strata.engine.routing.held_prefixes import BLOCK_TOKENS, HeldPrefixes, prefix_keys
-from strata.engine.routing.router import MOST_REPLICAS, SAMPLE_TOKENS, NoReplica, Route, Router, Standing
+from strata.engine.routing.router import (
+    BLOCK_TOKENS,
+    MOST_REPLICAS,
+    SAMPLE_TOKENS,
+    HeldPrefixes,
+    NoReplica,
+    Route,
+    Router,
+    Standing,
+    prefix_keys,
+)
 
 _ROOM = 100_000
 

@@ -10,8 +10,7 @@ import pytest
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
 from strata.cache.snapshots import Snapshots
-from strata.engine.collect import Collector
-from strata.engine.delivery import Delivery
+from strata.engine.collect import Collector, Delivery
 from strata.engine.loop import EngineLoop
 from strata.engine.plan import REJECTED, Chunk, Draw, PlanArrays, StepPlan
 from strata.engine.request import Request, Sequence, Update

@@ -18,7 +18,7 @@ from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.late_launch import LEAST, MARGIN, LateLaunch
 from strata.engine.scheduling.room import StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
-from tests.engine.scheduling.test_step_times import of
+from tests.engine.scheduling.test_room import of
 from tests.engine.scheduling.test_under_load import request, waits
 from tests.engine.simulated import SimulatedRunner, Simulation, Unchecked, drive
 

@@ -13,7 +13,7 @@ from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
 from strata.engine.plan import RankPlans, StepPlan
 from strata.engine.request import Request, Sequence
-from strata.engine.routing.held_prefixes import BLOCK_TOKENS
+from strata.engine.routing.router import BLOCK_TOKENS
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.rank_schedulers import RankSchedulers

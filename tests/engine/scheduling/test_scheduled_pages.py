@@ -10,8 +10,7 @@ from strata.cache.prefix import PrefixTree
 from strata.engine.plan import NOTHING, StepPlan, TransferEnd
 from strata.engine.request import Request, Sequence
 from strata.engine.sampling_params import SamplingParams
-from strata.engine.scheduling.config import SchedulerConfig
-from strata.engine.scheduling.held import Held
+from strata.engine.scheduling.config import Held, SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.plans import NamingScheduler, finish, request, scheduler, shares, step
 from tests.engine.scheduling.shelf import Shelf

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.engine.request import MAX_AHEAD, Request, Update, seconds_ahead
+from strata.engine.request import MAX_AHEAD, NO_SLOT, Request, Update, seconds_ahead
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from tests.engine.scheduling.plans import finish, request, scheduler, shares, step
@@ -107,10 +107,10 @@ class TestOrder:
         of = scheduler(slots=3)
         sequences = [of.add(request(id, 5, arrival=float(i), max_tokens=50))[0] for i, id in enumerate("abcd")]
         step(of)
-        assert [sequence.slot for sequence in sequences] == [0, 1, 2, None]
+        assert [sequence.slot for sequence in sequences] == [0, 1, 2, NO_SLOT]
         of.abort("b")
         step(of)
-        assert [sequence.slot for sequence in sequences] == [0, None, 2, 1]
+        assert [sequence.slot for sequence in sequences] == [0, NO_SLOT, 2, 1]
 
 
 class TestBudget:

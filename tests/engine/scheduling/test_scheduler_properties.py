@@ -26,9 +26,7 @@ from strata.engine.scheduling import room
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.room import StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
-from tests.engine.scheduling.shelf import Carrier, Shelf
-from tests.engine.scheduling.state_device import StateDevice
-from tests.engine.scheduling.window_device import WindowDevice
+from tests.engine.scheduling.shelf import Carrier, Shelf, StateDevice, WindowDevice
 from tests.engine.simulated import EOS, POISON, STOP_ID, STOP_TEXT, VOCABULARY, uncrowded
 
 # Of devices on which a step has room for ten tokens of a prompt, for a few behind a short one, and for none.

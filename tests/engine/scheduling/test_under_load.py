@@ -21,7 +21,7 @@ from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.room import SERVER_TTFT_MS, StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
-from tests.engine.scheduling.test_step_times import of
+from tests.engine.scheduling.test_room import of
 from tests.engine.simulated import SimulatedRunner, Simulation, Unchecked, drive
 
 MS = 1e-3

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from strata import LLM
-from strata.engine.compilations import Compilations
+from strata.engine.build import Compilations
 from strata.engine.engine_config import EngineConfig
 from strata.engine.process.messages import Statistics, Step
 from strata.engine.program import program as program_module

@@ -21,10 +21,9 @@ from strata.engine.engine_config import EngineConfig, library_limit
 from strata.engine.ledger import DeviceMemory
 from strata.engine.loop import EngineLoop
 from strata.engine.plan import StepPlan
-from strata.engine.scheduling.config import SchedulerConfig
+from strata.engine.scheduling.config import SchedulerConfig, Statistics
 from strata.engine.scheduling.scheduler import Scheduler
-from strata.engine.scheduling.statistics import Statistics
-from strata.engine.startup.library import has_library_plan, library_scales, without_library
+from strata.engine.startup.executor import has_library_plan, library_scales, without_library
 from strata.engine.startup.memory import RankPlace, rank_memory, rank_part
 from strata.engine.warm_up import warm_up
 from strata.hardware.specs import device
@@ -111,7 +110,7 @@ def test_plans_are_made_for_the_scales_of_the_model(monkeypatch: pytest.MonkeyPa
         if len(made) == 4:
             raise RuntimeError("no such plan\nin detail")
 
-    monkeypatch.setattr("strata.engine.startup.library.plan_for", plan)
+    monkeypatch.setattr("strata.engine.startup.executor.plan_for", plan)
     pool = KVPool(PoolShape(1, 16, 8, 128, torch.bfloat16), 2, torch.device("cpu"))
     told: list[str] = []
     assert not has_library_plan(CONFIG, scales, pool, 4096, True, told.append)

@@ -13,7 +13,7 @@ import pytest
 
 from strata import LLM, SamplingParams
 from strata.bench.workloads import LARGEST_ID, offline
-from strata.engine.scheduling.statistics import Statistics
+from strata.engine.scheduling.config import Statistics
 from strata.kernels.compiled import Compiled, listen
 
 pytestmark = pytest.mark.gpu

@@ -15,8 +15,7 @@ from triton.runtime.jit import native_specialize_impl
 
 from strata.engine.engine_config import EngineConfig
 from strata.engine.ledger import DeviceMemory
-from strata.engine.startup.memory import RankPlace, rank_memory, rank_part
-from strata.engine.startup.recurrent_scratch import recurrent_bytes
+from strata.engine.startup.memory import RankPlace, rank_memory, rank_part, recurrent_bytes
 from strata.hardware.specs import device
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.recurrent import delta_chunks_cuda, gated_delta_triton, state_space_triton

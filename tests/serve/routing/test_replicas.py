@@ -23,8 +23,7 @@ from strata.engine.process.messages import (
     Statistics,
     Step,
 )
-from strata.engine.routing.held_prefixes import BLOCK_TOKENS
-from strata.engine.routing.router import Standing
+from strata.engine.routing.router import BLOCK_TOKENS, Standing
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.client import EngineClient, EngineGone
 from strata.serve.routing import replicas as module
