@@ -2,8 +2,8 @@
 
 Usage: python tools/gpu_tests.py [NAME ...]: all files, or those whose names contain a NAME. First every GPU takes files
 of its own, some at the same time: those about kernels in one job of several workers, engines and trainers in one each.
-Then files marked `alone`, which measure time or memory or take most of it, have a GPU each, and files with ranks run on all
-GPUs together, two at a time. Tests that need more GPUs than there are get skipped, and are named with the reason.
+Then files marked `alone`, which measure time or memory or take most of it, have a GPU each, and files with ranks run on
+all GPUs together, two at a time. Tests that need more GPUs than there are get skipped, and are named with the reason.
 Exit code 1 if anything failed.
 """
 

@@ -22,6 +22,8 @@ from strata.models.shapes import SHAPES
 
 PAGE, LENGTH, PREFILLED = 16, 600, 560
 
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
+
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("shape", ["0.6B", "8B"])
