@@ -26,7 +26,7 @@ from strata.kernels.state.paged import PagedKV
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
 KINDS = {"bfloat16": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
-MOST_LAYERS = 8
+MAX_LAYERS = 8
 # Keys of a block, warps and stages of the tiles that are tried.
 TILES = ((32, 1, 3), (32, 2, 3), (64, 1, 2), (64, 2, 2), (64, 2, 3), (64, 2, 4), (64, 4, 3), (128, 4, 2), (128, 4, 3))
 
@@ -37,7 +37,7 @@ def pages_of(sequences: int, keys: int, kind: torch.dtype | None) -> PagedKV:
     count = sequences * each
     tables = torch.randperm(count, device="cuda").int().view(sequences, each)
     lengths = torch.full((sequences,), keys, dtype=torch.int32, device="cuda")
-    layers = min(MOST_LAYERS, copies_beyond_l2(nbytes(sequences, keys, kind)))
+    layers = min(MAX_LAYERS, copies_beyond_l2(nbytes(sequences, keys, kind)))
 
     def pool() -> Tensor:
         if kind is None:

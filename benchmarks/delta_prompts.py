@@ -20,7 +20,7 @@ from strata.hardware.replay import time_replayed
 from strata.kernels.recurrent import delta_chunks_cuda as parallel
 from strata.kernels.recurrent import gated_delta_triton as serial
 from strata.kernels.recurrent.sequences import GatedDeltaCall
-from strata.kernels.state.fixed import FixedStates
+from strata.kernels.state.recurrent import RecurrentStates
 from strata.models.batch import Batch
 
 KEY_HEADS, HEADS, DIM = 16, 32, 128
@@ -46,7 +46,7 @@ def arguments(lengths: list[int]) -> GatedDeltaCall:
     offsets = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
     tensor = torch.randn(len(lengths) + 1, HEADS, DIM, DIM, device="cuda")
     slots = torch.arange(1, len(lengths) + 1, dtype=torch.int32, device="cuda")
-    batch = Batch(positions, positions, offsets, max(lengths), states=FixedStates(((tensor, tensor),), slots))
+    batch = Batch(positions, positions, offsets, max(lengths), states=RecurrentStates(((tensor, tensor),), slots))
     q, k, v = rows
     return GatedDeltaCall(q, k, v, a, b, bias - 3.0, logarithms, batch, 0)
 

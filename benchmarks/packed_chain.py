@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_lines import GpuLines, gpu_arguments
-from benchmarks.packed_products import MODELS, tiles
+from benchmarks.quantized_products import MODELS, tiles
 from strata.hardware.replay import time_replayed
-from strata.kernels.linear.packed.few_rows import chosen_tile
-from strata.kernels.linear.skinny import SkinnyProduct, multiply
-from strata.kernels.linear.skinny_tiles import SkinnyTile
-from strata.kernels.quant.packed import PackedWeight, pack
+from strata.kernels.linear.quantized.small_m import chosen_tile
+from strata.kernels.linear.small_m import SmallMProduct, multiply
+from strata.kernels.linear.small_m_tiles import SmallMTile
+from strata.kernels.quant.quantized import QuantizedWeight, pack
 from strata.kernels.quant.schemes import SCHEMES
 
 SHAPES = MODELS["8B"]
@@ -36,7 +36,7 @@ class Chain:
     """The four fused products of each layer, each reading what the one before it wrote."""
 
     def __init__(self, scheme: str, rows: int) -> None:
-        self.weights: dict[str, list[PackedWeight]] = {}
+        self.weights: dict[str, list[QuantizedWeight]] = {}
         for name, (out, width) in SHAPES.items():
             one = pack(torch.randn(out, width) * width**-0.5, SCHEMES[scheme]).to("cuda")
             copies = [{field: held.clone() for field, held in one.tensors.items()} for _ in range(LAYERS - 1)]
@@ -45,7 +45,7 @@ class Chain:
         self.x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
         self._norm = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
 
-    def chosen(self) -> dict[str, SkinnyTile]:
+    def chosen(self) -> dict[str, SmallMTile]:
         """What serves each product now."""
         found = {}
         for name, (_, width) in SHAPES.items():
@@ -54,22 +54,22 @@ class Chain:
             found[name] = tile
         return found
 
-    def run(self, by: Mapping[str, SkinnyTile]) -> Tensor:
+    def run(self, by: Mapping[str, SmallMTile]) -> Tensor:
         total, weighted, squares = self.x, self.x, self.x.float().square().sum(-1, keepdim=True)
         hidden = self.x.shape[1]
         for layer in range(LAYERS):
             qkv, o, gate_up, down = (self.weights[name][layer] for name in ("qkv", "o", "gate_up", "down"))
             scale: dict[str, Any] = {"squares": squares, "eps": EPS}
-            (heads,) = multiply(SkinnyProduct(weighted, qkv, **scale), by["qkv"])
+            (heads,) = multiply(SmallMProduct(weighted, qkv, **scale), by["qkv"])
             add: dict[str, Any] = {"residual": total, "norm_weight": self._norm}
-            total, weighted, squares = multiply(SkinnyProduct(heads[:, :hidden], o, **add), by["o"])
+            total, weighted, squares = multiply(SmallMProduct(heads[:, :hidden], o, **add), by["o"])
             scale = {"squares": squares, "eps": EPS, "gated": True}
-            (inner,) = multiply(SkinnyProduct(weighted, gate_up, **scale), by["gate_up"])
+            (inner,) = multiply(SmallMProduct(weighted, gate_up, **scale), by["gate_up"])
             add = {"residual": total, "norm_weight": self._norm}
-            total, weighted, squares = multiply(SkinnyProduct(inner, down, **add), by["down"])
+            total, weighted, squares = multiply(SmallMProduct(inner, down, **add), by["down"])
         return total
 
-    def microseconds(self, by: Mapping[str, SkinnyTile]) -> float:
+    def microseconds(self, by: Mapping[str, SmallMTile]) -> float:
         """Of a layer, recorded."""
         return 1e6 / LAYERS * time_replayed([lambda: self.run(by)], estimate=5e-4).seconds
 

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from strata.kernels.quant.packed import E8M0_BIAS, dense
+from strata.kernels.quant.quantized import E8M0_BIAS, dense
 from strata.models.checkpoint import read_checkpoint
 from strata.models.quantized.formats.read import read_format
 

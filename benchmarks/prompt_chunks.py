@@ -34,7 +34,7 @@ from strata.plan.meta_model import meta_model
 PARTS = (
     ("prompts", ("sdpa", "fmha", "flash", "attention_kernel", "gather_prompt_keys")),
     ("decodes", ("decode_attention", "join_decodes")),
-    ("products", ("nvjet", "gemm", "cutlass", "linear", "xmma", "skinny", "few_rows", "product")),
+    ("products", ("nvjet", "gemm", "cutlass", "linear", "xmma", "small M", "few_rows", "product")),
 )
 
 
@@ -76,7 +76,7 @@ def cases(asked: argparse.Namespace) -> Iterator[Workload]:
 def measured(llm: LLM, workload: Workload, ended: int, traced: bool) -> dict[str, Any]:
     runner = llm.engine.loop._runner
     assert isinstance(runner, Runner)
-    steps = llm.engine.recorded
+    steps = llm.engine.captured
     launched = runner.launch(plan_of(workload, llm.engine.ledger.page_size, ended))
     runner.settle()
     size = getattr(launched, "size", None)

@@ -18,14 +18,14 @@ import torch
 
 from strata.comm.launch import World
 from strata.files.toml_tables import read_table
-from strata.graph.capture import capture
 from strata.graph.quantize import weights_of_products
-from strata.kernels.quant.packed import PackedWeight
+from strata.graph.trace import trace
+from strata.kernels.quant.quantized import QuantizedWeight
 from strata.kernels.quant.schemes import scheme_of
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.families import build
 from strata.models.layers import CausalLM
-from strata.models.quantized.choice import packed_by
+from strata.models.quantized.choice import quantized_by
 from strata.models.shapes import SHAPES
 from strata.models.weights import WeightStore
 from strata.parallel.layout import Layout
@@ -42,15 +42,15 @@ GIB = 2**30
 
 def frozen_model(
     folder: Path, config: ModelConfig, scheme: str | None, device: torch.device
-) -> tuple[CausalLM, dict[str, PackedWeight]]:
+) -> tuple[CausalLM, dict[str, QuantizedWeight]]:
     """Random weights, and what is packed of them, packed as they are made."""
     with torch.device("meta"):
         empty = build(config)
-    names = weights_of_products([capture(empty)])
-    schemes = {} if scheme is None else packed_by(scheme_of(scheme), names, empty)
+    names = weights_of_products([trace(empty)])
+    schemes = {} if scheme is None else quantized_by(scheme_of(scheme), names, empty)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     store = WeightStore.load(folder, schemes, device, dtype, "dummy")
-    return store.model, {name: weight._replace(activations="") for name, weight in store.packed.items()}
+    return store.model, {name: weight._replace(activations="") for name, weight in store.quantized.items()}
 
 
 def main() -> None:

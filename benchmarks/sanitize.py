@@ -33,29 +33,29 @@ from strata.kernels.activation.sigmoid_gate import sigmoid_gate
 from strata.kernels.activation.silu_mul import Clamp, gelu_mul, silu_mul
 from strata.kernels.attention import mixed as attention_mixed
 from strata.kernels.attention.attention import attention
-from strata.kernels.attention.batch_parts import BatchParts
+from strata.kernels.attention.batch_split import BatchSplit
 from strata.kernels.attention.decode import decode_attention
 from strata.kernels.attention.prompt_keys import gather_prompt_keys
+from strata.kernels.attention.query_chunks import Rows, as_query_chunks, query_chunks
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.decodes import page_sparse_attention
 from strata.kernels.attention.sparse.page_choice import PageChoice
 from strata.kernels.attention.sparse.prompts import block_sparse_attention
 from strata.kernels.attention.spec import AttentionCall, AttentionSpec, HeadsSpec, Sequences
-from strata.kernels.attention.virtual_sequences import Rows, as_virtual_sequences, virtual_sequences
 from strata.kernels.latent.attention import latent_attention
 from strata.kernels.linear.embedding import embedding, vocabulary_embedding
 from strata.kernels.linear.linear import linear, sliced_linear
 from strata.kernels.linear.silu_mul import linear_silu_mul
-from strata.kernels.linear.skinny import multiply
-from strata.kernels.linear.skinny_tiles import SkinnyTile
+from strata.kernels.linear.small_m import multiply
+from strata.kernels.linear.small_m_tiles import SmallMTile
 from strata.kernels.loss.loss import cross_entropy_gradients
 from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
 from strata.kernels.moe.combine import combine
 from strata.kernels.moe.count import count_choices
-from strata.kernels.moe.few_tokens import by_choices
 from strata.kernels.moe.grouped import grouped_product
 from strata.kernels.moe.local_order import local_order, sort_choices
-from strata.kernels.moe.route import SOFTMAX, Choice, route
+from strata.kernels.moe.route import SOFTMAX, ExpertChoice, route
+from strata.kernels.moe.small_m import by_choices
 from strata.kernels.norm import norm_grad  # noqa: F401  registers what is run
 from strata.kernels.norm.norm import add_rms_norm, launch_norm, rms_norm, wide_rms_norm
 from strata.kernels.op import Operation
@@ -71,14 +71,14 @@ from strata.kernels.recurrent.state_space import state_space
 from strata.kernels.rotary import rope_grad  # noqa: F401  registers what is run
 from strata.kernels.rotary.rope import partial_rope, rope, rope_angles, tail_rope
 from strata.kernels.sampling.filters import WORD, apply_bitmask, filter_bounds
-from strata.kernels.sampling.parts import best_in_part, best_of_parts, exponential_sums
 from strata.kernels.sampling.sampling import gumbel_sample, token_logprobs
-from strata.kernels.state.fixed import FixedStates
+from strata.kernels.sampling.shards import best_in_shard, best_of_shards, exponential_sums
 from strata.kernels.state.gather_tables import gather_tables, newest_tokens
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.latent_write import latent_write
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
+from strata.kernels.state.recurrent import RecurrentStates
 from strata.models.batch import Batch
 
 Call = tuple[str, Callable[[], object]]
@@ -137,7 +137,7 @@ def own(operation: Operation, *args: object) -> Call:
 
     def run() -> None:
         for implementation in found:
-            implementation.run(*operation.given(*args))
+            implementation.run(*operation.call_args(*args))
 
     return f"{operation.name} {_shapes(args)}", run
 
@@ -148,7 +148,7 @@ def with_gradients(operation: Operation, *args: object) -> Call:
 
     def run() -> None:
         leaves = (x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
-        results = made.run(*operation.given(*leaves))
+        results = made.run(*operation.call_args(*leaves))
         results = results if isinstance(results, tuple) else (results,)
         torch.autograd.backward(results, [torch.randn_like(result) for result in results])
 
@@ -188,7 +188,7 @@ def _heads(head_dim: int) -> Iterator[Call]:
 
 
 def _in_8_bits(pages: PagedKV) -> PagedKV:
-    pool = PoolShape(1, pages.page_size, *pages.keys[0].shape[2:], torch.bfloat16, rounded=torch.int8)
+    pool = PoolShape(1, pages.page_size, *pages.keys[0].shape[2:], torch.bfloat16, quantized=torch.int8)
     held = KVPool(pool, len(pages.keys[0]), pages.keys[0].device)
     exponents = {"key_exponents": held.key_exponents, "value_exponents": held.value_exponents}
     return replace(pages, keys=held.keys, values=held.values, **exponents)
@@ -212,18 +212,18 @@ def _attention(head_dim: int, window: int | None) -> Iterator[Call]:
     yield own(attention, *drawn(91), step(70, 1, 20, pages=None), spec)
     if window is None:
         prompts = step(70, 1, 20, pages=held)
-        yield own(block_sparse_attention, *drawn(91), prompts, spec, BlockChoice(0.9, least_keys=1))
+        yield own(block_sparse_attention, *drawn(91), prompts, spec, BlockChoice(0.9, min_keys=1))
         bounds = held.keys[0].new_zeros(len(held.keys[0]), 2, KV_HEADS, head_dim)
         bounded = replace(held, bounds=(bounds,))
         yield own(page_sparse_attention, *drawn(3), step(1, 1, 1, pages=bounded), spec, PageChoice(2))
     packed = _in_8_bits(held)
     for new in ((1, 1, 1), (70, 1, 20)):
         yield own(attention, *drawn(sum(new)), step(*new, pages=packed), spec)
-    yield f"recorded attention of {head_dim}", lambda: _recorded(*drawn(100), held, spec)
+    yield f"recorded attention of {head_dim}", lambda: _captured(*drawn(100), held, spec)
     offsets, bounds = torch.tensor((0, 1, 2, 30), dtype=torch.int32), torch.tensor((1, 3), dtype=torch.int32)
     row = KV_HEADS * head_dim
     rows = Rows(6 * head_dim, 4 * head_dim, row, row)
-    yield own(virtual_sequences, offsets, held.lengths, bounds, rows)
+    yield own(query_chunks, offsets, held.lengths, bounds, rows)
     yield f"keys of prompts of {head_dim}", lambda: _gathered(held, offsets, bounds, rows)
     ends = torch.tensor(lengths) - 1
     slots = held.tables.gather(1, ends[:, None] // held.page_size)[:, 0] * held.page_size + ends % held.page_size
@@ -235,18 +235,18 @@ def _attention(head_dim: int, window: int | None) -> Iterator[Call]:
         yield own(decode_attention, product, *weights, *angles(3, head_dim), decodes, heads, spec)
 
 
-def _recorded(q: Tensor, k: Tensor, v: Tensor, held: PagedKV, spec: AttentionSpec) -> Tensor:
+def _captured(q: Tensor, k: Tensor, v: Tensor, held: PagedKV, spec: AttentionSpec) -> Tensor:
     """A decode, prompts of 7 and 20 tokens, and padding for the rest."""
     tables, lengths = held.tables[[0, 1, 2, 0]], torch.tensor((300, 7, 37, 0), dtype=torch.int32)
     decode_lengths, starts = torch.tensor(((300, 0, 0, 0), (1, 1, 8, 28)), dtype=torch.int32)
-    parts = BatchParts(decode_lengths, starts, torch.tensor((1, 4), dtype=torch.int32))
+    parts = BatchSplit(decode_lengths, starts, torch.tensor((1, 4), dtype=torch.int32))
     offsets = torch.tensor((0, 1, 8, 28, len(q)), dtype=torch.int32)
     pages = replace(held, tables=tables, lengths=lengths, parts=parts)
     return attention_mixed.attend(AttentionCall(q, k, v, Sequences(offsets, len(q), pages), spec))
 
 
 def _gathered(held: PagedKV, offsets: Tensor, bounds: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    virtual = as_virtual_sequences(virtual_sequences(offsets, held.lengths, bounds, rows), rows)
+    virtual = as_query_chunks(query_chunks(offsets, held.lengths, bounds, rows), rows)
     return gather_prompt_keys(held, 0, virtual, held.tables.shape[1] * held.page_size)
 
 
@@ -264,7 +264,7 @@ def _latents() -> Iterator[Call]:
     for new in ((1, 1, 1), (1, 6, 20)):
         offsets, rows = torch.tensor((0, *new), dtype=torch.int32).cumsum(0).int(), sum(new)
         yield own(latent_attention, q[:rows], product[:rows], weight, Sequences(offsets, max(new), held), spec)
-    parts = BatchParts(held.lengths * (held.lengths > 20), offsets[:-1], torch.tensor((1, 3), dtype=torch.int32), 1)
+    parts = BatchSplit(held.lengths * (held.lengths > 20), offsets[:-1], torch.tensor((1, 3), dtype=torch.int32), 1)
     step = Sequences(offsets, 20, replace(held, parts=parts))
     yield own(latent_attention, q, product, weight, step, spec)
 
@@ -283,7 +283,7 @@ def _recurrences() -> Iterator[Call]:
         return torch.randn(heads), torch.randn(heads)
 
     for state in (torch.randn(6, heads, dim, size), torch.randn(6, heads, size, dim), None):
-        states = None if state is None else FixedStates(((tail, state),), slots)
+        states = None if state is None else RecurrentStates(((tail, state),), slots)
         batch = Batch(ids, ids, offsets, max(counts), states=states)
         mixed, keys = (randn(tokens, groups, size) for _ in range(2))
         values, steps = randn(tokens, heads, dim), randn(tokens, heads)
@@ -319,18 +319,18 @@ def _sampling(rows: int) -> Iterator[Call]:
     offsets = torch.arange(rows + 1, dtype=torch.int32)
     yield own(gather_tables, tables, steps, offsets, steps * 17, steps * 5, 16)  # the first is padding
     yield own(token_logprobs, logits.float(), torch.randint(VOCABULARY, (rows, 6)))
-    yield own(best_in_part, logits, temperatures, seeds, steps, 77)
-    yield own(best_of_parts, torch.randint(2**62, (rows, 3)))
+    yield own(best_in_shard, logits, temperatures, seeds, steps, 77)
+    yield own(best_of_shards, torch.randint(2**62, (rows, 3)))
     yield own(exponential_sums, logits.float())
 
 
 # Rows, and the tile that multiplies them: with one program to the whole of k and with several.
 TILES = (
-    (1, SkinnyTile("gemv", 4, 512, 4)),
-    (3, SkinnyTile("gemv", 2, 256, 2)),
-    (7, SkinnyTile("dot", 16, 128, 2, 3, 1, rows=16)),
-    (40, SkinnyTile("dot", 64, 64, 4, 3, 2, rows=32)),
-    (200, SkinnyTile("dot", 64, 64, 8, 3, 4, rows=128)),
+    (1, SmallMTile("gemv", 4, 512, 4)),
+    (3, SmallMTile("gemv", 2, 256, 2)),
+    (7, SmallMTile("dot", 16, 128, 2, 3, 1, rows=16)),
+    (40, SmallMTile("dot", 64, 64, 4, 3, 2, rows=32)),
+    (200, SmallMTile("dot", 64, 64, 8, 3, 4, rows=128)),
 )
 
 
@@ -357,7 +357,7 @@ def _products() -> Iterator[Call]:
     given = randn(1, 128), torch.rand(1, 3), torch.tensor([[3, 0, 4]]), *matrices
     for call in (ExpertsCall(*given), BiasedExpertsCall(*given, *biases, clamp)):
         yield f"by_choices {_shapes(given)}", partial(by_choices, call)
-    for choice in (SOFTMAX, Choice("sigmoid", 5, 2, "top2")):
+    for choice in (SOFTMAX, ExpertChoice("sigmoid", 5, 2, "top2")):
         yield own(route, randn(70, 15), randn(15).float(), 4, True, choice)
     chosen, turns = torch.randint(6, (70, 2)), torch.randint(8, (6, 4), dtype=torch.int32)
     yield own(count_choices, chosen, torch.arange(70, dtype=torch.int32) - 1, torch.zeros(2, 6, dtype=torch.int64), 1)

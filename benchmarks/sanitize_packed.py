@@ -9,20 +9,20 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.cases import EPS, randn
-from strata.kernels.activation.rounded_silu_mul import silu_mul_round
-from strata.kernels.linear.packed.many_rows import rounded_call
-from strata.kernels.linear.packed.split_product import SplitTile, split_product
-from strata.kernels.linear.rounded_linear import by_tiles
-from strata.kernels.linear.skinny import SkinnyProduct, multiply
-from strata.kernels.linear.skinny_tiles import SkinnyTile
+from strata.kernels.activation.quantized_silu_mul import silu_mul_round
+from strata.kernels.linear.quantized.many_rows import quantized_call
+from strata.kernels.linear.quantized.split_product import SplitTile, split_product
+from strata.kernels.linear.quantized_linear import by_tiles
+from strata.kernels.linear.small_m import SmallMProduct, multiply
+from strata.kernels.linear.small_m_tiles import SmallMTile
 from strata.kernels.moe.calls import ExpertsCall
-from strata.kernels.moe.few_tokens import by_choices
 from strata.kernels.moe.grouped import grouped_product
+from strata.kernels.moe.small_m import by_choices
 from strata.kernels.norm.norm import add_rms_norm_round
 from strata.kernels.op import Operation
 from strata.kernels.quant.dequantize import dequantize
 from strata.kernels.quant.expand import expand_on_device
-from strata.kernels.quant.packed import pack
+from strata.kernels.quant.quantized import pack
 from strata.kernels.quant.round_rows import round_rows
 from strata.kernels.quant.schemes import SCHEMES, SPARSITIES
 
@@ -33,17 +33,17 @@ def packed_calls(out: int, width: int) -> Iterator[tuple[str, Callable[[], objec
     """Products by weights [out, width], and what makes their operands, on torch's default device."""
     yield from _rounding(width)
     for name, rows, tile in (
-        ("fp8", 2, SkinnyTile("gemv", 4, 512, 4)),
-        ("int4", 1, SkinnyTile("gemv", 16, 1024, 1)),
-        ("int4", 40, SkinnyTile("dot", 64, 128, 4, 3, 2, rows=32)),
-        ("mxfp4", 7, SkinnyTile("dot", 16, 128, 2, 3, 1, rows=16)),
+        ("fp8", 2, SmallMTile("gemv", 4, 512, 4)),
+        ("int4", 1, SmallMTile("gemv", 16, 1024, 1)),
+        ("int4", 40, SmallMTile("dot", 64, 128, 4, 3, 2, rows=32)),
+        ("mxfp4", 7, SmallMTile("dot", 16, 128, 2, 3, 1, rows=16)),
     ):
         weight = pack(randn(out, width), SCHEMES[name])
-        yield f"{name} x{rows} {tile}", partial(multiply, SkinnyProduct(randn(rows, width), weight), tile)
+        yield f"{name} x{rows} {tile}", partial(multiply, SmallMProduct(randn(rows, width), weight), tile)
         yield f"dequantize {name}", partial(dequantize, weight, torch.bfloat16)
     for name in ("fp8_block", "int8"):
         operands = randn(ROWS, width), pack(randn(out, width), SCHEMES[name])
-        yield f"rounded_product {name}", lambda operands=operands: by_tiles(rounded_call(*operands))
+        yield f"rounded_product {name}", lambda operands=operands: by_tiles(quantized_call(*operands))
     values = torch.randint(-127, 127, (ROWS, width), dtype=torch.int8)
     for tile in (SplitTile(64, 64, 1, 4), SplitTile(64, 64, 2, 4), SplitTile(192, 64, 2, 8), SplitTile(64, 224, 1, 8)):
         given = values, torch.rand(ROWS, 1), pack(randn(out, width), SCHEMES["int8"]), None, torch.bfloat16

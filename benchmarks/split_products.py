@@ -29,23 +29,23 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_lines import GpuLines, gpu_arguments
-from benchmarks.packed_products import MODELS, weights
+from benchmarks.quantized_products import MODELS, weights
 from strata.hardware.replay import time_replayed
 from strata.kernels.choose import MEASURED, thresholds_of
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
-from strata.kernels.linear.packed.few_rows import chosen_tile
-from strata.kernels.linear.packed.many_rows import rounded_call
-from strata.kernels.linear.packed.split_product import SplitTile, split_product, split_tile
-from strata.kernels.linear.rounded_linear import RoundedCall, by_library, by_split_k
-from strata.kernels.linear.skinny import SkinnyProduct, multiply
+from strata.kernels.linear.quantized.many_rows import quantized_call
+from strata.kernels.linear.quantized.small_m import chosen_tile
+from strata.kernels.linear.quantized.split_product import SplitTile, split_product, split_tile
+from strata.kernels.linear.quantized_linear import QuantizedCall, by_library, by_split_k
+from strata.kernels.linear.small_m import SmallMProduct, multiply
 from strata.kernels.quant.fp8 import library_product
-from strata.kernels.quant.packed import PackedWeight, dense
+from strata.kernels.quant.quantized import QuantizedWeight, dense
 from strata.kernels.quant.round_rows import round_rows
 from strata.kernels.quant.schemes import SCHEMES
 
 SHAPES = MODELS["8B"]
-MOST_FLOATS = 64
+MAX_FLOATS = 64
 # Rows and columns of tiles: what the registers of eight warps hold sums of.
 SIZES = (
     *product((64,), (64, 96, 128, 224, 256)),
@@ -54,11 +54,11 @@ SIZES = (
     *product((256,), (64, 96, 128)),
 )
 # Barriers of a pipeline and other small things in shared memory.
-_BARRIERS, _MOST_STAGES = 1024, 6
+_BARRIERS, _MAX_STAGES = 1024, 6
 # Sums of e4m3 by tensor cores have 14 bits; what is farther off is wrong, and never the fastest.
-_MOST_ERROR = 2e-2
+_MAX_ERROR = 2e-2
 # Fewer programs leave too many processors idle.
-_LEAST_BUSY = 0.6
+_MIN_BUSY = 0.6
 
 
 def candidates(rows: int, out: int, width: int, processors: int) -> list[SplitTile]:
@@ -69,7 +69,7 @@ def candidates(rows: int, out: int, width: int, processors: int) -> list[SplitTi
     heights = (lowest, 128) if rows > 128 else (lowest,)
     for (held, columns), splits in product(SIZES, (1, 2, 4)):
         programs = ceil_div(rows, held) * ceil_div(out, columns) * splits
-        few, many = programs < _LEAST_BUSY * processors, programs > (2 if splits == 1 else 1.1) * processors
+        few, many = programs < _MIN_BUSY * processors, programs > (2 if splits == 1 else 1.1) * processors
         # Parts of wide tiles have more sums to add up than operands to load.
         if held not in heights or few or many or (splits > 2 and columns > 128):
             continue
@@ -90,13 +90,13 @@ def _warps(sums: int) -> tuple[int, ...]:
 def _stages(lines: int, two: bool) -> int:
     """As many as fit, of so many rows of operands each; of two programs on a processor, if these have three."""
     whole, half = ((memory - _BARRIERS) // (128 * lines) for memory in (SHARED_BYTES, SHARED_BYTES // 2))
-    return min(_MOST_STAGES, half if two and half >= 3 else whole)
+    return min(_MAX_STAGES, half if two and half >= 3 else whole)
 
 
 class Product:
     """Rows times one of a layer's weights, of which there are enough copies to find none in the cache."""
 
-    def __init__(self, packed: Sequence[PackedWeight], rows: int) -> None:
+    def __init__(self, packed: Sequence[QuantizedWeight], rows: int) -> None:
         self.packed, (out, width) = packed, packed[0].shape
         self.x = torch.randn(rows, width, device=packed[0].device, dtype=torch.bfloat16)
         self.values, self.scales = round_rows.bind("cuda")(self.x, packed[0].kind, 0)
@@ -104,26 +104,26 @@ class Product:
         self.tiles = candidates(rows, out, width, DeviceLimits.of(self.x.device).processors)
         self.guess = packed[0].nbytes / 3e12 + 2 * rows * out * width / 1e15
 
-    def by_tile(self, tile: SplitTile, weight: PackedWeight) -> Tensor:
+    def by_tile(self, tile: SplitTile, weight: QuantizedWeight) -> Tensor:
         return split_product(self.values, self.scales, weight, None, self.x.dtype, tile)
 
-    def others(self) -> Iterator[tuple[str, Callable[[PackedWeight], Tensor]]]:
+    def others(self) -> Iterator[tuple[str, Callable[[QuantizedWeight], Tensor]]]:
         """Ways that are not tiles of the split product."""
         if self.packed[0].kind == "e4m3":
             one = torch.ones((1, 1), device=self.x.device)  # of which the error means nothing
             yield (
                 "library by rows",
-                lambda weight: by_library(RoundedCall(self.values, self.scales, weight, None, self.x.dtype)),
+                lambda weight: by_library(QuantizedCall(self.values, self.scales, weight, None, self.x.dtype)),
             )
             yield (
                 "library by one",
                 lambda weight: library_product(self.values, one, weight.values, one, self.x.dtype, True),
             )
-        if len(self.x) <= MOST_FLOATS:
+        if len(self.x) <= MAX_FLOATS:
             tile = chosen_tile(self.x, self.packed[0])
             if tile is not None:
-                yield "floats", lambda weight: multiply(SkinnyProduct(self.x, weight), tile)[0]
-            yield "rounded first", lambda weight: by_split_k(rounded_call(self.x, weight))
+                yield "floats", lambda weight: multiply(SmallMProduct(self.x, weight), tile)[0]
+            yield "rounded first", lambda weight: by_split_k(quantized_call(self.x, weight))
 
     def measure(self) -> Iterator[dict[str, Any]]:
         for tile in self.tiles:
@@ -135,7 +135,7 @@ class Product:
         for way, run in self.others():
             yield self._timed(run) | {"way": way}
 
-    def _timed(self, run: Callable[[PackedWeight], Tensor]) -> dict[str, Any]:
+    def _timed(self, run: Callable[[QuantizedWeight], Tensor]) -> dict[str, Any]:
         error = (run(self.packed[0]).float() - self.wanted).norm() / self.wanted.norm()
         took = time_replayed([partial(run, weight) for weight in self.packed], repeats=5, estimate=self.guess)
         return {"us": round(1e6 * took.seconds, 2), "error": round(error.item(), 5)}
@@ -153,7 +153,7 @@ def layer(products: Mapping[str, Product], by: Mapping[str, SplitTile]) -> float
     return 1e6 * time_replayed([partial(run, number) for number in range(count)], repeats=5, estimate=1e-4).seconds
 
 
-def measure(held: Mapping[str, Sequence[PackedWeight]], rows: int) -> Iterator[dict[str, Any]]:
+def measure(held: Mapping[str, Sequence[QuantizedWeight]], rows: int) -> Iterator[dict[str, Any]]:
     products = {name: Product(packed, rows) for name, packed in held.items()}
     chosen, best, sums = {}, {}, defaultdict[str, float](float)
     for name, one in products.items():
@@ -161,7 +161,7 @@ def measure(held: Mapping[str, Sequence[PackedWeight]], rows: int) -> Iterator[d
         for line in one.measure():
             yield {"product": name, "rows": rows} | line
             if line["way"] == "tile":
-                found.append(line["us"] if line["error"] <= _MOST_ERROR else math.inf)
+                found.append(line["us"] if line["error"] <= _MAX_ERROR else math.inf)
             else:
                 sums[line["way"]] += line["us"]
         chosen[name], best[name] = one.tiles[0], one.tiles[found.index(min(found))]

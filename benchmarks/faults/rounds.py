@@ -26,7 +26,7 @@ _CALM_SECONDS = 0.5
 # What was ended has so long to be gone.
 _GONE_SECONDS = 5.0
 # After which a server is not expected to be ready again, and a request is lost.
-_MOST_SECONDS = 180.0
+_MAX_SECONDS = 180.0
 _POLL_SECONDS = 0.05
 # By which the memory of GPUs may differ though nothing is left: the driver's own, of other processes.
 MEMORY_TOLERANCE = 256 << 20
@@ -71,7 +71,7 @@ class FaultRound:
         if self.noticed is None:
             yield "the fault was not noticed"
         elif self.ready is None:
-            yield f"the server was not ready again after {_MOST_SECONDS:g} s"
+            yield f"the server was not ready again after {_MAX_SECONDS:g} s"
         elif not self.answered_after:
             yield "no request was answered once the server was ready again"
         if self.lost:
@@ -179,7 +179,7 @@ async def _rounds(
             engine = engine_of(server)
             if engine is None or len(engine.ranks) != test.ranks:
                 raise RuntimeError(f"the engine has not the {test.ranks} ranks that were asked for: {engine}")
-            load = SteadyLoad(client, requests, test.rate, _MOST_SECONDS)
+            load = SteadyLoad(client, requests, test.rate, _MAX_SECONDS)
             memory = _LeastMemory(memories, before)
             found = await _round(client, load, engine, number, rank, what, memory)
             yield found
@@ -228,7 +228,7 @@ async def _round(
 
 async def _until(client: HttpClient, wanted: int, start: float) -> float | None:
     """Seconds from `start` until the server answers /ready so; None if it does not for too long."""
-    while time.monotonic() - start < _MOST_SECONDS:
+    while time.monotonic() - start < _MAX_SECONDS:
         try:
             if (await client.call("/ready"))[0] == wanted:
                 return time.monotonic() - start

@@ -15,12 +15,12 @@ from benchmarks.kernels.products import DTYPE, Product
 from benchmarks.kernels.tuning import LIBRARY, MIN_GAIN, Finding, is_right
 from strata.hardware.replay import time_replayed
 from strata.kernels.linear import cublaslt
-from strata.kernels.linear.measured_algorithms import IMPLEMENTATION, MOST_ROWS, MeasuredAlgorithm, algorithms_of
-from strata.kernels.linear.skinny_tiles import IMPLEMENTATION as TILE
-from strata.kernels.tuned import Choice, Key, Table, serving
+from strata.kernels.linear.measured_algorithms import IMPLEMENTATION, MAX_ROWS, MeasuredAlgorithm, algorithms_of
+from strata.kernels.linear.small_m_tiles import IMPLEMENTATION as TILE
+from strata.kernels.tuned import Key, Table, TunedChoice, serving
 
 # The sizes of recorded steps, close together where padding would cost most.
-ROWS = (*range(64, 256, 16), *range(256, MOST_ROWS + 1, 32))
+ROWS = (*range(64, 256, 16), *range(256, MAX_ROWS + 1, 32))
 _PROPOSALS = 64
 _FINALISTS = 4
 _REPEATS, _ROUNDS = 3, 3
@@ -88,10 +88,12 @@ def _calls(algorithm: bytes, x: Tensor, weights: Sequence[Tensor], result: Tenso
     return None if prepared is None else [partial(prepared.run, x, weight, None, result) for weight in weights]
 
 
-def _fastest(product: Product, weights: list[Tensor], rows: int, candidates: Sequence[bytes], version: int) -> Choice:
+def _fastest(
+    product: Product, weights: list[Tensor], rows: int, candidates: Sequence[bytes], version: int
+) -> TunedChoice:
     x = product.call(rows, weights[0]).x
     shape = (x.device, DTYPE, rows, product.out, product.width)
-    proposed = cublaslt.Product(*shape, product.width, product.width, False).proposals(_PROPOSALS)
+    proposed = cublaslt.CublasLtProduct(*shape, product.width, product.width, False).proposals(_PROPOSALS)
     result = torch.empty(rows, product.out, dtype=DTYPE, device=x.device)
     exact = x.float() @ weights[0].float().t()
 
@@ -117,6 +119,6 @@ def _fastest(product: Product, weights: list[Tensor], rows: int, candidates: Seq
     first, *others = (statistics.median(times) for times in zip(*rounds, strict=True))
     best = min(range(len(others)), key=others.__getitem__, default=None)
     if best is None or others[best] * MIN_GAIN > first:
-        return Choice(LIBRARY, {}, first, first)
+        return TunedChoice(LIBRARY, {}, first, first)
     parameters = {"version": version, "algorithm": finalists[best][1].hex()}
-    return Choice(IMPLEMENTATION, parameters, others[best], first)
+    return TunedChoice(IMPLEMENTATION, parameters, others[best], first)

@@ -14,15 +14,15 @@ from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.kernels.case import EPS, Case, angles, randn
 from benchmarks.kernels.cases import PAGE_SIZE, full_pages, head_weights
-from benchmarks.kernels.divided_cases import divided_cases
+from benchmarks.kernels.dcp_cases import divided_cases
 from benchmarks.kernels.latent_cases import latent_cases
 from strata.hardware.roofline import Workload
 from strata.kernels.attention.attention import attention
-from strata.kernels.attention.batch_parts import BatchParts
+from strata.kernels.attention.batch_split import BatchSplit
 from strata.kernels.attention.cudnn_prompts import why_no_plan
 from strata.kernels.attention.decode import decode_attention
+from strata.kernels.attention.query_chunks import Rows, as_query_chunks, query_chunks
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
-from strata.kernels.attention.virtual_sequences import Rows, as_virtual_sequences, virtual_sequences
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
@@ -102,15 +102,15 @@ def _prefill(config: ModelConfig, cached: int, new: int) -> Case:
     return Case(attention, shape, new, make, Workload((new,), (cached + new,)), "bfloat16", LIBRARIES)
 
 
-def _parts(q: Tensor, offsets: Tensor, pages: PagedKV) -> BatchParts:
+def _parts(q: Tensor, offsets: Tensor, pages: PagedKV) -> BatchSplit:
     """One prompt, divided for cuDNN where the engine would."""
     bounds, virtual = torch.tensor([0, 1], dtype=torch.int32), None
     if q.is_cuda and why_no_plan(DeviceLimits.of(q.device), q.dtype, q.shape[2], PAGE_SIZE) is None:
         row = pages.keys[0].stride(1)
         rows = Rows(q.stride(0), q.stride(0), row, row)
-        division = virtual_sequences(offsets, pages.lengths, bounds, rows)
-        virtual = as_virtual_sequences(division, rows)
-    return BatchParts(torch.zeros_like(pages.lengths), offsets[:1], bounds, 0, virtual)
+        division = query_chunks(offsets, pages.lengths, bounds, rows)
+        virtual = as_query_chunks(division, rows)
+    return BatchSplit(torch.zeros_like(pages.lengths), offsets[:1], bounds, 0, virtual)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, step: Sequences, spec: AttentionSpec) -> Tensor:

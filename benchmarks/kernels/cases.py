@@ -21,8 +21,8 @@ from strata.kernels.linear.silu_mul import linear_silu_mul
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
 from strata.kernels.rotary.rope import rope, rope_angles
 from strata.kernels.sampling.filters import WORD, apply_bitmask, filter_bounds
-from strata.kernels.sampling.parts import best_in_part, exponential_sums
 from strata.kernels.sampling.sampling import gumbel_sample, token_logprobs
+from strata.kernels.sampling.shards import best_in_shard, exponential_sums
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
@@ -202,5 +202,5 @@ def _sampling(vocab: int, rows: int) -> Iterator[Case]:
     yield case_of(filter_bounds, f"{vocab}", rows, filtering, filter_bounds.reference)
     yield case_of(token_logprobs, f"{vocab}", rows, chosen, token_logprobs.reference)
     # What a rank does that holds so many ids.
-    yield case_of(best_in_part, f"{vocab}", rows, lambda: (*drawing(), vocab), best_in_part.reference)
+    yield case_of(best_in_shard, f"{vocab}", rows, lambda: (*drawing(), vocab), best_in_shard.reference)
     yield case_of(exponential_sums, f"{vocab}", rows, lambda: chosen()[:1], exponential_sums.reference)

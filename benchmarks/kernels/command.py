@@ -220,8 +220,8 @@ def _product_row(product: Product, weights: Sequence[Any], rows: int, table: Tab
     from benchmarks.kernels.tuning import LIBRARY
     from strata.hardware.replay import time_replayed
     from strata.kernels.device_limits import DeviceLimits
-    from strata.kernels.linear.skinny import multiply
-    from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, tiles_of
+    from strata.kernels.linear.small_m import multiply
+    from strata.kernels.linear.small_m_tiles import IMPLEMENTATION, tiles_of
     from strata.kernels.linear.tile_rule import choose_tile
 
     call, estimate = product.call(rows, weights[0]), product.estimate(rows)
@@ -263,7 +263,7 @@ def _case_row(model: str, case: Case, device: str) -> KernelRow:
         return time_replayed([partial(run, *call) for call in calls], estimate=estimate).seconds
 
     chosen = case.operation.bind("cuda").choose(*first)
-    taken = seconds(chosen.run, [case.operation.given(*args) for args in arguments])
+    taken = seconds(chosen.run, [case.operation.call_args(*args) for args in arguments])
     libraries = []
     for library in case.libraries:
         try:
@@ -271,7 +271,10 @@ def _case_row(model: str, case: Case, device: str) -> KernelRow:
         except RuntimeError as error:  # no such kernel in this build of torch
             print(f"{case.operation.name} {case.shape} x{case.rows}: no library time: {error}", file=sys.stderr)
     found, name = _beside_floor(cost, case.dtype, taken, device), case.operation.name
-    least, kernels = min(libraries, default=None), _launched(partial(chosen.run, *case.operation.given(*first)), device)
+    least, kernels = (
+        min(libraries, default=None),
+        _launched(partial(chosen.run, *case.operation.call_args(*first)), device),
+    )
     return KernelRow(name, model, case.shape, case.rows, chosen.name, taken, *found, least, kernels)
 
 

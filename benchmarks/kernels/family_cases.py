@@ -15,7 +15,7 @@ from strata.kernels.activation.sigmoid_gate import sigmoid_gate
 from strata.kernels.activation.silu_mul import Clamp, clamped_swiglu, gelu_mul
 from strata.kernels.linear.linear import wide_linear
 from strata.kernels.moe.experts import biased_experts
-from strata.kernels.norm.norm import divided_rms_norm, mean_square, wide_rms_norm
+from strata.kernels.norm.norm import mean_square, sharded_rms_norm, wide_rms_norm
 from strata.kernels.rotary.rope import partial_rope, tail_rope
 from strata.models.config import ModelConfig
 
@@ -42,7 +42,7 @@ def family_cases(config: ModelConfig) -> Iterator[Scalable]:
             x = randn(rows, hidden)
             return x, _RANKS * mean_square.reference(x), _RANKS, randn(hidden), EPS, 0.0
 
-        return case_of(divided_rms_norm, f"{hidden}", rows, make)
+        return case_of(sharded_rms_norm, f"{hidden}", rows, make)
 
     def gating(rows: int) -> Case:
         def library(gate: Tensor, up: Tensor) -> Tensor:

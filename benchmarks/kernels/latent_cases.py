@@ -11,7 +11,7 @@ import torch
 from benchmarks.kernels.case import EPS, Case, angles, randn
 from benchmarks.kernels.cases import full_pages
 from strata.hardware.roofline import Workload
-from strata.kernels.attention.batch_parts import BatchParts
+from strata.kernels.attention.batch_split import BatchSplit
 from strata.kernels.attention.spec import AttentionSpec, Sequences
 from strata.kernels.latent.attention import latent_attention
 from strata.kernels.latent.forms import Dims
@@ -58,7 +58,7 @@ def _call(dims: Dims, new: tuple[int, ...], total: tuple[int, ...], shape: str) 
         q = randn(tokens, dims.heads, dims.nope + dims.rope)
         if max(new) > 1:
             starts, bounds = offsets[:-1], torch.tensor([0, len(new)], dtype=torch.int32)
-            parts = BatchParts(torch.zeros_like(pages.lengths), starts, bounds, 0, begin=new == total)
+            parts = BatchSplit(torch.zeros_like(pages.lengths), starts, bounds, 0, begin=new == total)
             pages = replace(pages, parts=parts)
         return q, row, weight, Sequences(offsets, max(new), pages), AttentionSpec(0, (dims.nope + dims.rope) ** -0.5)
 

@@ -13,7 +13,7 @@ from benchmarks.kernels.published import Published, Sizes
 from strata.hardware.replay import copies_beyond_l2
 from strata.kernels.linear.prenorm import linear_add, scaled_linear_silu_mul
 from strata.kernels.linear.silu_mul import linear_silu_mul
-from strata.kernels.linear.skinny import SkinnyProduct
+from strata.kernels.linear.small_m import SmallMProduct
 from strata.kernels.op import OPERATIONS, Operation
 
 DTYPE = torch.bfloat16
@@ -47,7 +47,7 @@ class Product:
     def _weight(self) -> Tensor:
         return torch.randn(self.out, self.width, dtype=DTYPE, device="cuda").mul_(self.width**-0.5)
 
-    def call(self, rows: int, weight: Tensor) -> SkinnyProduct:
+    def call(self, rows: int, weight: Tensor) -> SmallMProduct:
         """A product of random rows with a weight, on its device."""
 
         def randn(*shape: int) -> Tensor:
@@ -55,22 +55,22 @@ class Product:
 
         x = randn(rows, self.width)
         if self.operation == "linear":
-            return SkinnyProduct(x, weight)
+            return SmallMProduct(x, weight)
         if self.operation == linear_add.name:
-            return SkinnyProduct(x, weight, residual=randn(rows, self.out), norm_weight=randn(self.out))
+            return SmallMProduct(x, weight, residual=randn(rows, self.out), norm_weight=randn(self.out))
         if self.operation == linear_silu_mul.name:
-            return SkinnyProduct(x, weight, gated=True)
+            return SmallMProduct(x, weight, gated=True)
         # As many blocks of squares as a `linear_add` with few or with more rows leaves.
         blocks = max(1, self.width // (4 if rows <= 2 else 64))
         squares = torch.rand(rows, blocks, device=weight.device).mul_(2 * self.width / blocks)
-        return SkinnyProduct(x, weight, None, squares, _EPS, gated=self.operation == scaled_linear_silu_mul.name)
+        return SmallMProduct(x, weight, None, squares, _EPS, gated=self.operation == scaled_linear_silu_mul.name)
 
     def estimate(self, rows: int) -> float:
         """About how many seconds a product with so many rows takes."""
         return self.nbytes / _BYTES_PER_SECOND * max(1.0, rows / 256)
 
 
-def arguments(call: SkinnyProduct) -> tuple[Any, ...]:
+def arguments(call: SmallMProduct) -> tuple[Any, ...]:
     """What the operation is called with that `call` stands for."""
     if call.squares is not None:
         return call.x, call.squares, call.eps, call.weight, call.bias

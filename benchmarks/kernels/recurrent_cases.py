@@ -13,11 +13,11 @@ from benchmarks.kernels.case import EPS, Case, randn
 from strata.hardware.roofline import Workload
 from strata.kernels.recurrent.deinterleave import deinterleave
 from strata.kernels.recurrent.gated_delta import gated_delta
-from strata.kernels.recurrent.gated_norm import divided_gated_rms_norm, gated_mean_square, gated_rms_norm
+from strata.kernels.recurrent.gated_norm import gated_mean_square, gated_rms_norm, sharded_gated_rms_norm
 from strata.kernels.recurrent.sequences import StateSpaceSpec
 from strata.kernels.recurrent.short_convolution import short_convolution
 from strata.kernels.recurrent.state_space import state_space
-from strata.kernels.state.fixed import FixedStates
+from strata.kernels.state.recurrent import RecurrentStates
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 
@@ -76,14 +76,14 @@ def _layer(inner: int, heads: int, channels: int, new: tuple[int, ...], total: t
     yield Case(deinterleave, f"{pairs}x{6 * _STATE}", rows, columns, workload)
     yield Case(gated_rms_norm, f"{inner}", rows, norm, workload)
     yield Case(gated_mean_square, f"{inner}", rows, lambda: (randn(rows, inner), randn(rows, inner)), workload)
-    yield Case(divided_gated_rms_norm, f"{inner}", rows, divided, workload)
+    yield Case(sharded_gated_rms_norm, f"{inner}", rows, divided, workload)
 
 
 def _batch(workload: Workload, shape: tuple[int, ...], dtype: torch.dtype) -> Batch:
     """One layer, whose two states are one tensor: a call reads its own."""
     sequences = len(workload.new)
     kept: Tensor = torch.zeros(sequences, *shape, dtype=dtype)
-    states = FixedStates(((kept, kept),), torch.arange(sequences, dtype=torch.int32))
+    states = RecurrentStates(((kept, kept),), torch.arange(sequences, dtype=torch.int32))
     starts = [total - new for new, total in zip(workload.new, workload.total, strict=True)]
     at = [start + i for start, new in zip(starts, workload.new, strict=True) for i in range(new)]
     positions = torch.tensor(at, dtype=torch.int32)

@@ -19,13 +19,13 @@ from triton.runtime.errors import TritonError
 from benchmarks.kernels.products import DTYPE, Product, arguments
 from strata.hardware.replay import time_replayed
 from strata.kernels.linear.silu_mul import linear_silu_mul, one_after_the_other
-from strata.kernels.linear.skinny import SkinnyProduct, launch, multiply
-from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, MOST_ROWS, SkinnyTile, candidates, variants
+from strata.kernels.linear.small_m import SmallMProduct, launch, multiply
+from strata.kernels.linear.small_m_tiles import IMPLEMENTATION, MAX_ROWS, SmallMTile, candidates, variants
 from strata.kernels.linear.tile_rule import LIBRARY_TOO
-from strata.kernels.tuned import Choice, Key
+from strata.kernels.tuned import Key, TunedChoice
 
 # The most rows that an entry of the table serves, as close together as the sizes of steps where padding costs most.
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, MOST_ROWS)
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, MAX_ROWS)
 LIBRARY = "cublas"
 _FINALISTS = 2
 _FIRST_REPEATS, _LAST_REPEATS = 3, 11
@@ -40,7 +40,7 @@ class Finding:
 
     product: Product
     key: Key
-    choice: Choice
+    choice: TunedChoice
 
 
 def tune(products: Iterable[Product], buckets: Sequence[int] = BUCKETS) -> Iterator[tuple[Product, list[Finding]]]:
@@ -76,12 +76,12 @@ def _tune_one(product: Product, buckets: Sequence[int], compilers: _Compilers) -
     return found
 
 
-def _choose(product: Product, finals: Sequence[tuple[float, SkinnyTile]], library: float) -> Choice | None:
+def _choose(product: Product, finals: Sequence[tuple[float, SmallMTile]], library: float) -> TunedChoice | None:
     """The winner, which must beat the library where that does the same work; None if nothing can run."""
     won = finals[0] if finals else None
     if product.operation in LIBRARY_TOO and (won is None or won[0] * MIN_GAIN > library):
-        return Choice(LIBRARY, {}, library, library)
-    return None if won is None else Choice(IMPLEMENTATION, asdict(won[1]), won[0], library)
+        return TunedChoice(LIBRARY, {}, library, library)
+    return None if won is None else TunedChoice(IMPLEMENTATION, asdict(won[1]), won[0], library)
 
 
 class _Bench:
@@ -98,7 +98,7 @@ class _Bench:
         calls = [partial(run, x, weight) for weight in self._weights]
         return time_replayed(calls, repeats=_LAST_REPEATS, estimate=self._product.estimate(rows)).seconds
 
-    def fastest(self, rows: int, tiles: Iterable[SkinnyTile], repeats: int) -> list[tuple[float, SkinnyTile]]:
+    def fastest(self, rows: int, tiles: Iterable[SmallMTile], repeats: int) -> list[tuple[float, SmallMTile]]:
         """Seconds of a call with each tile that is right, the fastest first."""
         call = self._product.call(rows, self._weights[0])
         exact = self._exact(call)
@@ -110,13 +110,13 @@ class _Bench:
                 found.append((timing.seconds, tile))
         return sorted(found, key=lambda one: one[0])
 
-    def _exact(self, call: SkinnyProduct) -> Tensor:
+    def _exact(self, call: SmallMProduct) -> Tensor:
         wide = (part.float() if isinstance(part, Tensor) else part for part in arguments(call))
         result = self._product.operator.reference(*wide)
         exact: Tensor = result[0] if isinstance(result, tuple) else result
         return exact
 
-    def _is_right(self, call: SkinnyProduct, tile: SkinnyTile, exact: Tensor) -> bool:
+    def _is_right(self, call: SmallMProduct, tile: SmallMTile, exact: Tensor) -> bool:
         """Whether a tile can run and its result is right; if not, a line says why it is not used."""
         try:
             result = multiply(call, tile)[0]
@@ -142,7 +142,7 @@ class _Compilers:
         self._processes = processes
         self._compiled: set[tuple[object, ...]] = set()
 
-    def compile(self, product: Product, tiles: Mapping[int, Sequence[SkinnyTile]]) -> None:
+    def compile(self, product: Product, tiles: Mapping[int, Sequence[SmallMTile]]) -> None:
         """The kernels that multiply by a product's weight, for each number of rows with its tiles."""
         different = {}
         for rows, some in tiles.items():
@@ -156,7 +156,7 @@ class _Compilers:
         list(self._processes.map(_compile, new.values(), chunksize=4))
 
 
-def _compile(what: tuple[Product, int, SkinnyTile]) -> None:
+def _compile(what: tuple[Product, int, SmallMTile]) -> None:
     product, rows, tile = what
     weight = torch.empty(product.out, product.width, dtype=DTYPE, device="meta")
     with suppress(TritonError):  # what cannot run is named when its turn comes

@@ -30,7 +30,7 @@ from strata.kernels.state.paged import PagedKV
 DIMS, PAGE = Dims(heads=16, nope=128, rope=64, rank=512, value=128), 16
 WIDTH = DIMS.rank + DIMS.rope
 SPEC = AttentionSpec(0, (DIMS.nope + DIMS.rope) ** -0.5)
-MOST_POOLS = 6
+MAX_POOLS = 6
 
 
 def pages_of(sequences: int, tokens: int) -> PagedKV:
@@ -54,7 +54,7 @@ def others(rule: LatentTile, tokens: int) -> Iterator[LatentTile]:
 
 def measured(sequences: int, tokens: int, every_tile: bool) -> Iterator[dict[str, object]]:
     nbytes = 2 * sequences * tokens * WIDTH
-    pools = [pages_of(sequences, tokens) for _ in range(min(MOST_POOLS, copies_beyond_l2(nbytes)))]
+    pools = [pages_of(sequences, tokens) for _ in range(min(MAX_POOLS, copies_beyond_l2(nbytes)))]
     latent = torch.randn(sequences, DIMS.heads, DIMS.rank, device="cuda").bfloat16()
     q = torch.randn(sequences, DIMS.heads, DIMS.nope + DIMS.rope, device="cuda").bfloat16()
     rule = decode_tile(DIMS.heads, DIMS.rank, latent.dtype, sequences, tokens)

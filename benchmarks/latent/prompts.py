@@ -26,7 +26,7 @@ from strata.hardware import roofline
 from strata.hardware.replay import copies_beyond_l2, time_replayed
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import recognize
-from strata.kernels.attention.batch_parts import BatchParts
+from strata.kernels.attention.batch_split import BatchSplit
 from strata.kernels.attention.spec import AttentionSpec, Sequences
 from strata.kernels.attention.varlen_triton import Tile
 from strata.kernels.latent.attention import ABSORBED, PROMPTS_EXPANDED, latent_attention
@@ -64,12 +64,12 @@ def make(prompts: int, tokens: int) -> Call:
     lengths = torch.full((prompts,), tokens, dtype=torch.int32, device="cuda")
     offsets = torch.arange(prompts + 1, device="cuda", dtype=torch.int32) * tokens
     bounds = torch.tensor([0, prompts], dtype=torch.int32, device="cuda")
-    parts = BatchParts(torch.zeros_like(lengths), offsets[:-1].clone(), bounds, 0, begin=True)
+    parts = BatchSplit(torch.zeros_like(lengths), offsets[:-1].clone(), bounds, 0, begin=True)
     pages = PagedKV((pool,), (pool,), tables, lengths, slots.int(), parts=parts)
     return q, row, weight, Sequences(offsets, tokens, pages), SPEC
 
 
-def recorded(call: Call) -> Call:
+def captured(call: Call) -> Call:
     q, row, weight, batch, spec = call
     assert batch.pages is not None
     assert batch.pages.parts is not None
@@ -94,9 +94,9 @@ def forms(prompts: int, tokens: int) -> Iterator[dict[str, object]]:
     chosen = latent_attention.bind("cuda").choose(*calls[0]).name
     for name, form, some in (
         ("absorbed", ABSORBED, calls),
-        ("absorbed, recorded", ABSORBED, [recorded(call) for call in calls]),
+        ("absorbed, recorded", ABSORBED, [captured(call) for call in calls]),
         ("expanded", PROMPTS_EXPANDED, calls),
-        ("expanded, recorded", PROMPTS_EXPANDED, [recorded(call) for call in calls]),
+        ("expanded, recorded", PROMPTS_EXPANDED, [captured(call) for call in calls]),
     ):
         difference = (run[form](*some[0]).float() - wanted).abs().max() / wanted.abs().max()
         seconds = time_replayed([partial(run[form], *call) for call in some]).seconds

@@ -19,7 +19,7 @@ from benchmarks.parallel.record import Record
 from strata.bench.result import ERROR
 
 # Of what a failed process has said, in a line.
-_MOST_CHARACTERS = 400
+_MAX_CHARACTERS = 400
 
 
 def measure(measurement: RanksMeasurement, repeat: int, limit: float, commit: str | None) -> Record:
@@ -48,7 +48,7 @@ def run_limited(command: Sequence[str], limit: float) -> list[dict[str, Any]] | 
     if status == 0:
         return [json.loads(line) for line in lines if line.startswith("{")]
     how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
-    return f"{how}: {_reason(words)[:_MOST_CHARACTERS]}"
+    return f"{how}: {_reason(words)[:_MAX_CHARACTERS]}"
 
 
 def _reason(said: Sequence[str]) -> str:

@@ -127,7 +127,7 @@ def other_process_on_gpu() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def no_recorded_steps(llm: LLM) -> Iterator[None]:
+def no_captured_steps(llm: LLM) -> Iterator[None]:
     from strata.engine.program.sizes import StepSizes
 
     with patch.object(StepSizes, "holding", lambda sizes, shape: None):
@@ -138,7 +138,7 @@ USUAL = even(16, 64, 24)
 LONG = (16,) * 15 + (240,)
 CASES = (
     Case("slow host loop", "waits for the host between steps", USUAL, during=slow_loop),
-    Case("eager launches", "launches by the host", USUAL, during=no_recorded_steps, needs_cuda=True),
+    Case("eager launches", "launches by the host", USUAL, during=no_captured_steps, needs_cuda=True),
     # On a CPU the passes save 0 to 7 %, no more than runs differ by: its operations call the same functions of torch.
     Case("unfused graph", "run one by one", USUAL, {"passes": "none"}, {"passes": "all"}, needs_cuda=True),
     Case(

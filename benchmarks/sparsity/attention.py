@@ -29,13 +29,13 @@ from strata.hardware.replay import time_replayed
 from strata.kernels.attention import cuda as attention_cuda
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention import mixed as attention_mixed
-from strata.kernels.attention.batch_parts import BatchParts
+from strata.kernels.attention.batch_split import BatchSplit
 from strata.kernels.attention.cudnn_prompts import why_no_plan
+from strata.kernels.attention.query_chunks import Rows, as_query_chunks, query_chunks
 from strata.kernels.attention.sparse import decodes, prompts
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.page_choice import PageChoice
 from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequences, SparseCall
-from strata.kernels.attention.virtual_sequences import Rows, as_virtual_sequences, virtual_sequences
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.state.paged import PagedKV
 
@@ -80,9 +80,9 @@ def chunks(q: Tensor, pages: PagedKV) -> Iterator[tuple[Any, ...]]:
         tables, virtual = pages.tables.clone(), None
         if fits:
             rows = Rows(part.stride(0), part.stride(0), KV_HEADS * DIM, KV_HEADS * DIM)
-            division = virtual_sequences(offsets, lengths, bounds, rows)
-            virtual = as_virtual_sequences(division, rows)
-        parts = BatchParts(torch.zeros_like(lengths), offsets[:1], bounds, 0, virtual)
+            division = query_chunks(offsets, lengths, bounds, rows)
+            virtual = as_query_chunks(division, rows)
+        parts = BatchSplit(torch.zeros_like(lengths), offsets[:1], bounds, 0, virtual)
         given = replace(pages, tables=tables, lengths=lengths, parts=parts)
         k = part[:, :KV_HEADS]
         yield part, k, k, Sequences(offsets, len(part), given), SPEC
@@ -113,13 +113,13 @@ def measure(tokens: int, shares: list[float], others: int, strength: float) -> I
     shape = {"tokens": tokens, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "chunk": CHUNK}
     shape |= {"points_to": others, "strength": strength}
     dense = {"triton": milliseconds(over_pages, steps)}
-    if wide[0][3].pages.parts.virtual is not None:
+    if wide[0][3].pages.parts.query_chunks is not None:
         dense["cudnn"] = milliseconds(lambda *given: attention_mixed.attend(AttentionCall(*given)), wide)
     for name, took in dense.items():
         yield shape | {"keys": "all", "by": name, "ms": round(took, 3), "tflops": round(flops / took / 1e9, 1)}
     best = min(dense.values())
     for share in shares:
-        choice = BlockChoice(share, least_keys=1)
+        choice = BlockChoice(share, min_keys=1)
 
         def attend(*given: Any, by: BlockChoice = choice) -> Tensor:
             found: Tensor = prompts.attend(SparseCall(*given, by))

@@ -68,7 +68,7 @@ class Kept:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        choose = prompts.kept_blocks
+        choose = prompts.chosen_blocks
 
         def counting(scores: Tensor, new: int, total: int, choice: BlockChoice) -> Tensor:
             found = choose(scores, new, total, choice)
@@ -76,11 +76,11 @@ class Kept:
             self.seen += int(choose(scores, new, total, choice._replace(share=1.0)).sum())
             return found
 
-        prompts.kept_blocks = counting
+        prompts.chosen_blocks = counting
         try:
             yield
         finally:
-            prompts.kept_blocks = choose
+            prompts.chosen_blocks = choose
 
 
 def compared(found: Predictions, wanted: Predictions, given: Sequence[Conversation]) -> dict[str, float]:

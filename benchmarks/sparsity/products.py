@@ -23,22 +23,22 @@ from torch import Tensor
 from torch.sparse import SparseSemiStructuredTensor, to_sparse_semi_structured
 
 from benchmarks.gpu_lines import GpuLines, gpu_arguments
-from benchmarks.packed_products import MODELS
+from benchmarks.quantized_products import MODELS
 from strata.hardware.replay import time_replayed
 from strata.hardware.roofline import Cost, floor
 from strata.hardware.specs import recognize
 from strata.kernels.linear.linear import linear
 from strata.kernels.quant.expand import expand_on_device
-from strata.kernels.quant.packed import PackedWeight, pack
+from strata.kernels.quant.quantized import QuantizedWeight, pack
 from strata.kernels.quant.schemes import SPARSITIES
-from strata.kernels.quant.two_of_four import least_two_of_four
+from strata.kernels.quant.two_of_four import smallest_two_of_four
 
 DENSE = "dense bf16"
 # Fewer rows are timed in a recorded graph, where that can be: launches from the host would take longer than they do.
 _EAGER_ROWS = 1024
 _SECONDS = 0.2
 # Algorithms of cuSPARSELt that are timed each by itself; it stops at the first that there is not.
-_MOST_ALGORITHMS = 64
+_MAX_ALGORITHMS = 64
 
 Call = Callable[[], Tensor]
 
@@ -48,9 +48,9 @@ class Operands:
 
     def __init__(self, rows: int, out: int, width: int) -> None:
         drawn = torch.randn(out, width, device="cuda", dtype=torch.bfloat16)
-        self.weight = drawn.masked_fill(least_two_of_four(drawn.abs()), 0.0)
+        self.weight = drawn.masked_fill(smallest_two_of_four(drawn.abs()), 0.0)
         self.x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
-        self.packed: PackedWeight = pack(self.weight, SPARSITIES["2:4"])
+        self.packed: QuantizedWeight = pack(self.weight, SPARSITIES["2:4"])
 
     @property
     def in_8_bits(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,7 +167,7 @@ def measure(out: int, width: int, rows: int, algorithms: bool) -> Iterator[dict[
     sparse = Cost(flops / 2, read=given.packed.nbytes + moved)
     asked = [*ways(given), *parts(given)]
     if algorithms:
-        asked += [(f"2:4 cusparselt, algorithm {one}", partial(library, given, one)) for one in range(_MOST_ALGORITHMS)]
+        asked += [(f"2:4 cusparselt, algorithm {one}", partial(library, given, one)) for one in range(_MAX_ALGORITHMS)]
     for name, make in asked:
         part = name.startswith("part")
         found = attempt(make, None if part else wanted, seconds_of(name, rows))

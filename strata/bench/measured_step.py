@@ -33,12 +33,12 @@ from strata.models import weights
 
 _REPEATS = 7
 # For so long a step is repeated on a CPU: of seven short ones each may meet another process.
-_LEAST_SECONDS = 0.5
+_MIN_SECONDS = 0.5
 # Calls of one kind that are timed in turn: what one has read is out of the cache when its turn comes again.
-_MOST_CALLS = 8
+_MAX_CALLS = 8
 # Of the engine's steps, unless this one is longer.
 _STEP_TOKENS = 8192
-# About what a call takes that is recorded several times over.
+# About what a call takes that is captured several times over.
 _SHORT = 2e-5
 
 Part = Literal["inputs", "model", "draw"]
@@ -50,7 +50,7 @@ Key = tuple[str, str]
 class MeasuredNodes:
     """graph: the variant that computes the logits. seconds: of each node that works; on a GPU nodes that do the
     same have the time of all of them over their number. step: of the whole graph that computes the logits, as the
-    engine runs it: on a GPU a replay where it is recorded, inputs with it. how: in words."""
+    engine runs it: on a GPU a replay where it is captured, inputs with it. how: in words."""
 
     graph: str
     seconds: Mapping[Key, float]
@@ -100,10 +100,10 @@ class _Ran(NamedTuple):
     args: tuple[Any, ...]
 
 
-def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape | None, graph: str) -> MeasuredNodes:
+def measure_step(asked: EngineConfig, workload: Workload, captured: BufferShape | None, graph: str) -> MeasuredNodes:
     """Run a step of a model, its weights random or its own, and time its nodes.
 
-    asked: what the engine of the step would be asked for, of one rank; its lengths are those of the workload. recorded:
+    asked: what the engine of the step would be asked for, of one rank; its lengths are those of the workload. captured:
     the size to which the step is padded on a GPU; None: it is launched eagerly. graph: the name of the variant that
     computes the logits. Keys and values of tokens from before are random. Raises ValueError for what an engine refuses,
     and for a model that the memory does not hold.
@@ -115,7 +115,7 @@ def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape 
         raise ValueError(f"a sequence of {longest:,} tokens is over the model's {config.longest:,}: it is not measured")
     kind = implementations_for(device)
     limits = DeviceLimits.of(device) if kind == "cuda" else None
-    most = max(_STEP_TOKENS, workload.tokens, 0 if recorded is None else recorded.tokens)
+    most = max(_STEP_TOKENS, workload.tokens, 0 if captured is None else captured.tokens)
     asked = replace(asked, max_num_batched_tokens=most, max_model_len=longest)
     asked = replace(asked, max_num_seqs=max(asked.max_sequences, len(workload.new)))
     sizes = EngineSizes.of(asked, config, device, limits)
@@ -123,7 +123,7 @@ def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape 
     store = weights.WeightStore.load(
         asked.model, sizes.packing.schemes, device, sizes.pool.dtype, asked.load_format, sizes.max_length
     )
-    program = StepProgram.of(store.model, asked, Target(kind, limits, packed=store.packed), sizes)
+    program = StepProgram.of(store.model, asked, Target(kind, limits, packed=store.quantized), sizes)
     each = -(-sizes.max_length // asked.page_size)
     counts = [each * len(workload.new) + 1] * len(sizes.groups)
     kept = pools(sizes.groups, counts, config.num_layers, device)
@@ -146,9 +146,9 @@ def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape 
 
     with torch.inference_mode(), replaced(program.graphs(), noted):
         steps = None
-        if recorded is not None:
-            steps = runner.record(
-                StepSizes([replace(recorded, groups=len(sizes.groups))], sizes.prompt_keys), all_of_them=True
+        if captured is not None:
+            steps = runner.capture(
+                StepSizes([replace(captured, groups=len(sizes.groups))], sizes.prompt_keys), all_of_them=True
             )
         runner.launch(plan)
         runner.settle()
@@ -191,7 +191,7 @@ class _Noting(fx.Interpreter):
             args, _ = self.fetch_args_kwargs_from_env(n)
             part = n.meta["module"].rpartition(".")[2]
             kind = self.kinds.setdefault((operation.name, part, *map(_described, args)), [])
-            kind.append(_Ran(n, args if len(kind) < _MOST_CALLS else ()))
+            kind.append(_Ran(n, args if len(kind) < _MAX_CALLS else ()))
         return super().run_node(n)
 
 
@@ -236,7 +236,7 @@ def _on_cpu(graph: fx.GraphModule, kinds: list[list[_Ran]], arguments: tuple[Any
 def _often_enough() -> Iterator[None]:
     """The repetitions on a CPU."""
     began, count = time.perf_counter(), 0
-    while count < _REPEATS or time.perf_counter() - began < _LEAST_SECONDS:
+    while count < _REPEATS or time.perf_counter() - began < _MIN_SECONDS:
         yield
         count += 1
 

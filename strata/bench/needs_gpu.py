@@ -9,7 +9,7 @@ from strata.models.families import build
 from strata.models.weights import weight_bytes
 
 # Of the built-in model a processor makes thousands of tokens a second, of 0.6B tens; beyond these a few at most.
-MOST_PARAMETERS = 2e9
+MAX_PARAMETERS = 2e9
 
 
 def is_left_to_processor(device: str) -> bool:
@@ -24,7 +24,7 @@ def why_no_processor(config: ModelConfig, device: str) -> str | None:
         return None
     with torch.device("meta"):
         parameters = weight_bytes(build(config), torch.bfloat16) // torch.bfloat16.itemsize
-    if parameters <= MOST_PARAMETERS:
+    if parameters <= MAX_PARAMETERS:
         return None
     return (
         f"it needs a GPU, and this machine has none: on a processor {parameters / 1e9:,.1f} billion "

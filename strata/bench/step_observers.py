@@ -54,13 +54,13 @@ class _StepEvents:
         self.ends: list[torch.cuda.Event] = []
 
     def begin(self, plan: StepPlan) -> None:
-        self.begins.append(self._recorded())
+        self.begins.append(self._event())
 
     def end(self) -> None:
-        self.ends.append(self._recorded())
+        self.ends.append(self._event())
 
     @staticmethod
-    def _recorded() -> torch.cuda.Event:
+    def _event() -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -115,10 +115,10 @@ def trace(llm: LLM, test: InferenceTest) -> TraceTime:
     marks = StepMarks()
     with observed(llm.engine.loop, marks), profile(activities=[ProfilerActivity.CUDA]) as profiled:
         call(llm, test)
-    return read_trace(*recorded_work(profiled, marks.count))
+    return read_trace(*profiled_work(profiled, marks.count))
 
 
-def recorded_work(profiled: profile, steps: int) -> tuple[list[DeviceInterval], list[DeviceInterval]]:
+def profiled_work(profiled: profile, steps: int) -> tuple[list[DeviceInterval], list[DeviceInterval]]:
     """What ran on the device, and the marks of so many steps, from a profile of steps with `StepMarks`.
 
     Raises RuntimeError if it lacks marks.
@@ -126,13 +126,13 @@ def recorded_work(profiled: profile, steps: int) -> tuple[list[DeviceInterval], 
     assert profiled.profiler is not None
     assert profiled.profiler.kineto_results is not None
     # The profiler's own records: its Python events would take many times the memory.
-    recorded = [
+    intervals = [
         DeviceInterval(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
         for event in profiled.profiler.kineto_results.events()
         if event.device_type().name == "CUDA"
     ]
-    work = [interval for interval in recorded if StepMarks.KERNEL not in interval.name]
-    ends = [interval for interval in recorded if StepMarks.KERNEL in interval.name]
+    work = [interval for interval in intervals if StepMarks.KERNEL not in interval.name]
+    ends = [interval for interval in intervals if StepMarks.KERNEL in interval.name]
     if len(ends) != steps:
         raise RuntimeError(f"the trace holds {len(ends)} of {steps} steps; trace a shorter test")
     return work, ends

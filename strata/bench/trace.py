@@ -28,7 +28,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "one_shot",
             "two_shot",
             "gather_rows",
-            "flagged_norm",
+            "ll_norm",
             "nccl",
             "memcpy ptop",
             "put_signal",
@@ -50,7 +50,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "virtual",
             "gather_prompt_keys",
             "pooled_scores",
-            "kept_blocks",
+            "chosen_blocks",
             "page_bounds",
             "page_scores",
             "chosen_pages",
@@ -78,14 +78,14 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("norm", ("norm",)),
     ("rotation and KV write", ("rope", "kv_write", "latent_write", "rotate_heads", "rounded_write")),
     ("activation", ("silu", "gelu", "sigmoid_gate")),
-    ("sampling", ("bitmask", "gumbel", "filter_bounds", "logprob", "argmax", "exponential_sums", "best_of_parts")),
+    ("sampling", ("bitmask", "gumbel", "filter_bounds", "logprob", "argmax", "exponential_sums", "best_of_shards")),
     (COPY, ("memcpy", "memset", "copy")),
     ("lookup", ("embedding", "index", "gather", "newest_tokens")),
     ("loss", ("softmax_gradient",)),
     ("experts", ("combine", "grouped_kernel", "local_order", "count_choices", "route_kernel", "choice_")),
     (
         "quantization",
-        ("quantize", "largest_kernel", "round_rows", "expand_kernel", "round_parts", "widen_parts"),
+        ("quantize", "largest_kernel", "round_rows", "expand_kernel", "quantize_shards", "dequantize_shards"),
     ),
     ("optimizer", ("adamw", "muon")),
 )
@@ -124,7 +124,7 @@ class GapSplit:
     host: float
     exposed: float = 0.0
 
-    def parts(self) -> dict[str, float]:
+    def breakdown(self) -> dict[str, float]:
         """What the wall time is made of besides the floor; without exposed messages where there are none."""
         kernels = self.busy - self.exposed
         parts = {"kernels": kernels} if self.floor is None else {"kernels over floor": kernels - self.floor}
@@ -135,7 +135,7 @@ class GapSplit:
     @property
     def largest(self) -> str:
         """The part that keeps the call farthest from its floor."""
-        parts = self.parts()
+        parts = self.breakdown()
         return max(parts, key=lambda name: parts[name])
 
 

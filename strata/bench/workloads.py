@@ -77,7 +77,7 @@ def single() -> InferenceTest:
 
 
 # Of T3, all of which come at once: the prompts of more take long to draw, and much memory.
-MOST_REQUESTS = 10_000
+MAX_REQUESTS = 10_000
 
 
 def fixed_batch(requests: int) -> InferenceTest:
@@ -95,8 +95,8 @@ def named(name: str, *, or_served: bool = False) -> InferenceTest:
     and says so."""
     requests = name.removeprefix("T3-b")
     if requests.isdecimal() and int(requests) > 0 and requests != name:
-        if len(requests) > len(str(MOST_REQUESTS)) or int(requests) > MOST_REQUESTS:
-            raise ValueError(f"test {name!r} is too large: give T3-bN with N up to {MOST_REQUESTS}")
+        if len(requests) > len(str(MAX_REQUESTS)) or int(requests) > MAX_REQUESTS:
+            raise ValueError(f"test {name!r} is too large: give T3-bN with N up to {MAX_REQUESTS}")
         return fixed_batch(int(requests))
     made = {"T1": offline, "T2": single, "T4": prefill}.get(name)
     if made is None:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from strata.cache.staging import Staging
-from strata.kernels.attention.virtual_sequences import KEY_BLOCK
+from strata.kernels.attention.query_chunks import KEY_BLOCK
 
 # Entries that travel to the device at once.
 MAX_CHANGES = 4096
@@ -22,16 +22,16 @@ def table_pages(max_length: int, page_size: int) -> int:
 
 
 class BlockTables:
-    """Row = slot, column = page of the slot's sequence: [slots + 1, most_pages] int32.
+    """Row = slot, column = page of the slot's sequence: [slots + 1, page_limit] int32.
 
     The last row is of zeros, for padding rows of a CUDA graph. `rows` is the host's side, `on_device` the device's,
-    which follows in the order of the work that the device is given: recorded steps enter the page of each sequence's
+    which follows in the order of the work that the device is given: captured steps enter the page of each sequence's
     new token themselves, with `gather_tables`, because `send` between two replays would slow those after it
     (docs/log.md); `send` brings all else. On a CPU both are one.
     """
 
-    def __init__(self, slots: int, most_pages: int, device: torch.device) -> None:
-        self.rows: NDArray[np.int32] = np.zeros((slots + 1, most_pages), dtype=np.int32)
+    def __init__(self, slots: int, page_limit: int, device: torch.device) -> None:
+        self.rows: NDArray[np.int32] = np.zeros((slots + 1, page_limit), dtype=np.int32)
         host = torch.from_numpy(self.rows)
         self._shared = device.type == "cpu"
         self.on_device = host if self._shared else torch.zeros_like(host, device=device)

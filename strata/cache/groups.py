@@ -12,7 +12,7 @@ from strata.cache.pages import PageAllocator
 from strata.cache.pool import KVPool, PoolShape
 from strata.cache.prefix import PrefixTree
 from strata.cache.snapshots import Snapshots
-from strata.cache.window_pages import WindowPages, most_pages
+from strata.cache.window_pages import WindowPages, page_limit
 from strata.models.state import LayerState, PagedRows, WindowRows, state_groups
 
 # Of what all sequences hold of a window at once, as much again is for the windows of prefixes.
@@ -28,13 +28,13 @@ class PageGroup:
     window: int | None
     shape: PoolShape
 
-    def most_useful(self, max_sequences: int, max_tokens: int, max_length: int) -> int | None:
+    def max_useful(self, max_sequences: int, max_tokens: int, max_length: int) -> int | None:
         """Pages beyond which more are of no use, where so many sequences run and steps have so many tokens; None: there
         is no such number."""
         if self.window is None:
             return None
         size = self.shape.page_tokens
-        one = min(most_pages(self.window, size), -(-max_length // size))
+        one = min(page_limit(self.window, size), -(-max_length // size))
         return _WINDOWS_KEPT * max_sequences * one + -(-max_tokens // size)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
+from strata.kernels.state.dcp_shard import ALL_KEYS, DcpShard
 from strata.models.config import ModelConfig
 from strata.models.state import attention_rows
 
@@ -17,7 +17,7 @@ from strata.models.state import attention_rows
 class PoolShape:
     """What decides the size of the pools. `page_size` in tokens, of those that `kept` says: other ranks have the others
     of a page. tensors: 2 for keys and values, 1 if a row is both. rounded: in which 8 bits rows are kept
-    (`rounded_rows`); None: in `dtype`, that of the weights. has_bounds: whether pages have bounds of their keys
+    (`quantized_rows`); None: in `dtype`, that of the weights. has_bounds: whether pages have bounds of their keys
     (`page_choice`)."""
 
     layers: int
@@ -26,9 +26,9 @@ class PoolShape:
     head_dim: int
     dtype: torch.dtype
     tensors: int = 2
-    rounded: torch.dtype | None = None
+    quantized: torch.dtype | None = None
     has_bounds: bool = False
-    kept: KeptKeys = ALL_KEYS
+    kept: DcpShard = ALL_KEYS
 
     @staticmethod
     def of(config: ModelConfig, page_size: int, dtype: torch.dtype) -> PoolShape:
@@ -46,7 +46,7 @@ class PoolShape:
     def page_bytes(self) -> int:
         """Bytes of one page over all layers, all tensors."""
         # With an exponent for each head of a row in 8 bits.
-        head = self.head_dim + 1 if self.rounded else self.head_dim * self.dtype.itemsize
+        head = self.head_dim + 1 if self.quantized else self.head_dim * self.dtype.itemsize
         row = self.kv_heads * head
         bounds = 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize if self.has_bounds else 0
         return self.tensors * self.layers * self.page_size * row + bounds
@@ -67,7 +67,7 @@ class KVPool:
         self.shape = shape
         self.pages = pages
         size = (shape.layers, pages, shape.page_size, shape.kv_heads, shape.head_dim)
-        kind = shape.rounded or shape.dtype
+        kind = shape.quantized or shape.dtype
         made = [torch.zeros(size, dtype=kind, device=device) for _ in range(shape.tensors)]
         self.all_keys, self.all_values = made[0], made[-1]
         numbers, layers = held or (range(shape.layers), shape.layers)
@@ -80,7 +80,7 @@ class KVPool:
         self._exponents: list[Tensor] = []
         self.key_exponents: tuple[Tensor, ...] = ()
         self.value_exponents: tuple[Tensor, ...] = ()
-        if shape.rounded is not None:
+        if shape.quantized is not None:
             heads = (shape.layers, pages, shape.kv_heads, shape.page_size)
             self._exponents = [torch.zeros(heads, dtype=torch.uint8, device=device) for _ in range(shape.tensors)]
             self.key_exponents, self.value_exponents = by_layer(self._exponents[0]), by_layer(self._exponents[-1])
@@ -95,6 +95,6 @@ class KVPool:
         source, target = pairs.to(self.all_keys.device, non_blocking=True).unbind(1)
         of_all = [self.all_keys, *([self.all_values] if self.shape.tensors == 2 else ()), *self._exponents]
         for pool in (layer for each in of_all for layer in each):
-            if self.shape.rounded is not None:
+            if self.shape.quantized is not None:
                 pool = pool.view(torch.uint8)  # bytes can be copied by index on every device
             pool.index_copy_(0, target, pool.index_select(0, source))

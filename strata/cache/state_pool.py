@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strata.kernels.state.fixed import FixedStates
-from strata.models.state import FixedState, LayerState, StateGroup, state_groups
+from strata.kernels.state.recurrent import RecurrentStates
+from strata.models.state import LayerState, RecurrentState, StateGroup, state_groups
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class StateShape:
     @staticmethod
     def of(states: Sequence[LayerState], dtype: torch.dtype) -> StateShape | None:
         """None if no layer keeps a fixed state."""
-        groups = tuple(group for group in state_groups(states) if isinstance(group.state, FixedState))
+        groups = tuple(group for group in state_groups(states) if isinstance(group.state, RecurrentState))
         return StateShape(groups, len(states), dtype) if groups else None
 
     @property
@@ -35,21 +35,23 @@ class StateShape:
     def tensors(self) -> Iterable[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
         """Layers, shape and dtype of each tensor of a row."""
         for group in self.groups:
-            assert isinstance(group.state, FixedState)
+            assert isinstance(group.state, RecurrentState)
             for shape, dtype in zip(group.state.shapes, group.state.dtypes, strict=True):
                 yield group.layers, shape, self.dtype if dtype is None else dtype
 
 
-def meta_states(shape: StateShape | None, sequences: int) -> FixedStates | None:
+def meta_states(shape: StateShape | None, sequences: int) -> RecurrentStates | None:
     """Of so many sequences, on the meta device."""
     if shape is None:
         return None
     device = torch.device("meta")
-    return FixedStates(StatePool(shape, 1, device).tensors, torch.empty(sequences, dtype=torch.int32, device=device))
+    return RecurrentStates(
+        StatePool(shape, 1, device).tensors, torch.empty(sequences, dtype=torch.int32, device=device)
+    )
 
 
 class StatePool:
-    """Fixed states, zeroed. tensors: for each layer those that it declares, [rows, *shape], see `FixedStates`.
+    """Fixed states, zeroed. tensors: for each layer those that it declares, [rows, *shape], see `RecurrentStates`.
 
     Row `slot` is that of the sequence in a slot. One behind the slots is that of padding; the rest are snapshots.
     """

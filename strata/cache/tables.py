@@ -15,12 +15,12 @@ from strata.cache.block_tables import BlockTables
 from strata.cache.pool import KVPool
 from strata.cache.staging import Staging
 from strata.cache.state_pool import StatePool
-from strata.kernels.attention.batch_parts import BatchParts
+from strata.kernels.attention.batch_split import BatchSplit
 from strata.kernels.attention.cpu import planned
 from strata.kernels.attention.spec import Sequences
-from strata.kernels.state.fixed import FixedStates
-from strata.kernels.state.kept_keys import ALL_KEYS, ELSEWHERE, KeptKeys
+from strata.kernels.state.dcp_shard import ALL_KEYS, ELSEWHERE, DcpShard
 from strata.kernels.state.paged import PagedKV
+from strata.kernels.state.recurrent import RecurrentStates
 from strata.models.batch import Batch
 
 Int32Array = NDArray[np.int32]
@@ -39,7 +39,7 @@ class Share(NamedTuple):
 class BufferShape:
     """How many of each a step buffer holds. `draws`: rows that are sampled.
 
-    prompts: of a recorded step, most sequences that are no decodes, for which cuDNN attends; None: any number. fresh:
+    prompts: of a captured step, most sequences that are no decodes, for which cuDNN attends; None: any number. fresh:
     of one, all are prompts without tokens from before it, so cuDNN reads its own keys and values instead of pages.
     ranks: how many divide the tokens of the step, each with as many rows; it writes the keys and values of all.
     groups: of layers with block tables of their own. tags: some sequence brings an adapter or a version of the weights.
@@ -49,7 +49,7 @@ class BufferShape:
     sequences: int
     draws: int
     prompts: int | None = None
-    fresh: bool = False
+    pure_prefill: bool = False
     ranks: int = 1
     groups: int = 1
     tags: bool = False
@@ -92,7 +92,7 @@ def group_mapping(group: int) -> str:
 
 class GroupTables(NamedTuple):
     """What layers of a group behind the first read in a step: their pool, the block tables of the step's sequences
-    [sequences, most_pages] int32, and the windows of these layers."""
+    [sequences, page_limit] int32, and the windows of these layers."""
 
     pool: KVPool
     tables: Tensor
@@ -107,9 +107,9 @@ class StepBuffer:
     positions, slot_mapping, offsets, lengths: see `Batch` and `PagedKV`.
     table_rows: [sequences] which rows of the block tables, and of fixed states, are theirs.
     tags: [2 * sequences], see `Batch`; of a step without, none.
-    starts, decode_lengths, bounds: see `BatchParts`; only `divide` fills them.
+    starts, decode_lengths, bounds: see `BatchSplit`; only `divide` fills them.
     rows: [draws] row of the hidden states that is sampled. chosen: [draws], of a step that ranks divide; see
-        `strata.graph.ranks.divide_tokens`.
+        `strata.graph.ranks.shard_tokens`.
     draw_slots: [draws] slot that receives the id.
     temperatures, top_p, min_p: [draws] the bits of a float32 each. top_k: [draws], 0 for no limit.
     seeds: [2 * draws] an int64 each.
@@ -137,7 +137,7 @@ class StepBuffer:
         slots: Int32Array,
         starts: Int32Array,
         counts: Int32Array,
-        kept: KeptKeys = ALL_KEYS,
+        kept: DcpShard = ALL_KEYS,
     ) -> None:
         """Begin a step: fill all that follows from where sequences lie; i runs `counts[i]` tokens from `starts[i]` on.
         page_size: tokens of a page that are here, of those that `kept` says; the others are not written.
@@ -193,16 +193,16 @@ class StepBuffer:
         for name in ("slot_mapping", "sources"):
             host[name][tokens:] = -1
 
-    def divide(self, counts: Int32Array, *, recorded: bool) -> BatchParts:
+    def divide(self, counts: Int32Array, *, captured: bool) -> BatchSplit:
         """Which of the sequences placed decode: those of one token that come first, none in a fresh step. counts:
         tokens of each.
 
-        recorded: for a recorded step, whose grids hold any number of decodes.
+        captured: for a captured step, whose grids hold any number of decodes.
         """
         more = np.flatnonzero(counts != 1)
         decodes = int(more[0]) if len(more) else len(counts)
-        if self.shape.fresh:
-            decodes, recorded = 0, False
+        if self.shape.pure_prefill:
+            decodes, captured = 0, False
         host = self.host
         host["starts"][:] = host["offsets"][:-1]
         host["starts"][:decodes] = host["offsets"][1 : decodes + 1]
@@ -210,10 +210,10 @@ class StepBuffer:
         host["decode_lengths"][decodes:] = 0
         host["bounds"][:] = decodes, min(len(counts) + 1, self.shape.sequences)
         decode_lengths, starts, bounds = (self.tensors[name] for name in ("decode_lengths", "starts", "bounds"))
-        if recorded:
-            return BatchParts(decode_lengths, starts, bounds)
+        if captured:
+            return BatchSplit(decode_lengths, starts, bounds)
         begin = bool((host["lengths"][decodes : len(counts)] == counts[decodes:]).all())
-        return BatchParts(decode_lengths, starts, bounds, decodes, begin=begin)
+        return BatchSplit(decode_lengths, starts, bounds, decodes, begin=begin)
 
     def pad_draws(self, draws: int, slot: int) -> None:
         """Beyond the first `draws`, padding rows draw greedily, without filters, from row 0 into `slot`."""
@@ -234,7 +234,7 @@ class StepBuffer:
         tokens: Tensor,
         longest: int,
         windows: Iterable[int | None],
-        parts: BatchParts | None = None,
+        parts: BatchSplit | None = None,
         groups: Sequence[GroupTables] = (),
         states: StatePool | None = None,
     ) -> Batch:
@@ -250,12 +250,12 @@ class StepBuffer:
             Sequences(t["offsets"], longest, self._pages(one.pool, one.tables, t[group_mapping(g)], one.windows, parts))
             for g, one in enumerate(groups, 1)
         )
-        fixed = None if states is None else FixedStates(states.tensors, t["table_rows"])
+        fixed = None if states is None else RecurrentStates(states.tensors, t["table_rows"])
         tags = t["tags"].view(-1, 2) if self.shape.tags else None
         return Batch(tokens, t["positions"], t["offsets"], longest, pages, others, fixed, tags)
 
     def _pages(
-        self, pool: KVPool, tables: Tensor, mapping: Tensor, windows: Iterable[int | None], parts: BatchParts | None
+        self, pool: KVPool, tables: Tensor, mapping: Tensor, windows: Iterable[int | None], parts: BatchSplit | None
     ) -> PagedKV:
         on_cpu = mapping.device.type == "cpu"
         index = mapping.long() if on_cpu and not bool((mapping < 0).any()) else None
@@ -273,7 +273,7 @@ def _placed(
     starts: Int32Array,
     counts: Int32Array,
     offsets: Int32Array,
-    kept: KeptKeys = ALL_KEYS,
+    kept: DcpShard = ALL_KEYS,
 ) -> tuple[Int32Array, Int32Array]:
     """Position of each token, and where its key and value go. offsets: of each sequence the first token's row."""
     sequences, tokens = len(slots), int(counts.sum())

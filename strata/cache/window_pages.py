@@ -19,7 +19,7 @@ class WindowTable:
     first: int = 0
 
     @property
-    def held(self) -> list[int]:
+    def live(self) -> list[int]:
         return self.pages[self.first :]
 
 
@@ -37,9 +37,9 @@ class WindowPages:
         self._for: dict[int, int] = {}  # and for which page it keeps each
 
     @property
-    def most(self) -> int:
+    def max_pages(self) -> int:
         """Pages that a sequence holds at most between steps; in a step, one more for each page of its tokens."""
-        return most_pages(self.window, self.books.page_size)
+        return page_limit(self.window, self.books.page_size)
 
     def clear(self) -> None:
         """All pages are free, and the tree keeps none."""
@@ -58,7 +58,7 @@ class WindowPages:
         held = start // books.page_size if table is None else len(table.pages)
         return min(count, (held + books.free + books.idle) * books.page_size - start)
 
-    def make_room(self, pages: int = 1) -> bool:
+    def make_space(self, pages: int = 1) -> bool:
         """Whether so many pages are free, if need be some that only the tree keeps: those that are idle longest."""
         while self.books.free < pages:
             page = self.books.oldest_idle()
@@ -70,7 +70,7 @@ class WindowPages:
     def extend(self, table: WindowTable, pages: int) -> None:
         """Let a sequence have so many pages in all; the room was asked for."""
         while len(table.pages) < pages:
-            if not self.make_room():
+            if not self.make_space():
                 raise IndexError("no page of the window's pool is free")
             after = table.pages[-1] if len(table.pages) > table.first else None
             table.pages.append(self.books.allocate(after))
@@ -84,7 +84,7 @@ class WindowPages:
 
     def fork(self, table: WindowTable) -> WindowTable:
         """The same pages for another sequence."""
-        for page in table.held:
+        for page in table.live:
             self.books.share(page)
         return WindowTable(list(table.pages), table.first)
 
@@ -97,7 +97,7 @@ class WindowPages:
 
     def drop(self, table: WindowTable) -> None:
         """Give back all pages of a sequence."""
-        for page in reversed(table.held):
+        for page in reversed(table.live):
             self.books.release(page)
 
     # What follows concerns the prefix tree. path: its pages of all tokens, from a sequence's first on.
@@ -115,7 +115,7 @@ class WindowPages:
 
     def wanted(self, path: Sequence[int]) -> int:
         """Pages that a sequence which begins with a covered path needs at most at once, beside those of the path."""
-        return max(1, self.most + 1 - len(self._window(path)))
+        return max(1, self.max_pages + 1 - len(self._window(path)))
 
     def hold(self, path: Sequence[int]) -> None:
         """A sequence that begins with a covered path holds the pages of its window once more."""
@@ -156,13 +156,13 @@ class WindowPages:
         """Raise AssertionError unless the books agree with the tables of sequences and the pages of the tree."""
         assert self._of.keys() <= set(tree), "a page of a window is kept for a page that is not in the tree"
         assert {kept: page for page, kept in self._of.items()} == self._for, "a page is kept for two pages"
-        self.books.check((page for table in tables for page in table.held), self._for)
+        self.books.check((page for table in tables for page in table.live), self._for)
 
     def _window(self, path: Sequence[int]) -> list[int]:
         return [self._of[page] for page in path[self.first_page(len(path) * self.books.page_size) :]]
 
 
-def most_pages(window: int, page_size: int) -> int:
+def page_limit(window: int, page_size: int) -> int:
     """Pages of the tokens that one token of a sequence may read of a window, whole blocks of keys, and a page that has
     only begun."""
     return -(-(window - 1 + KEY_BLOCK - 1) // page_size) + 1

@@ -23,7 +23,7 @@ from strata.text.counted import counted
 
 if TYPE_CHECKING:
     from strata.bench.measured_step import MeasuredNodes, Part
-    from strata.cost.draw import Row
+    from strata.cost.draw import CostRow
     from strata.cost.drawing.why import Why
     from strata.cost.nodes import NodeCost
     from strata.cost.predict import StepPredictor
@@ -101,7 +101,7 @@ def graph(
     from strata.comm.symmetric import imagined
     from strata.engine.compatibility import check_states
     from strata.engine.engine_config import EngineConfig
-    from strata.engine.ranks.token_division import CONTEXT_AXIS
+    from strata.engine.ranks.prefill_context_parallel import CONTEXT_AXIS
     from strata.graph.passes import listing
     from strata.kernels.triton_import import HAS_TRITON
     from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
@@ -120,18 +120,18 @@ def graph(
     spec, config = cuda_device(hardware or "h200", others) if here is None else here.device, find_config(source)
     size, stages, parts = (engine[f"{one}_parallel_size"] for one in ("tensor", "pipeline", "prefill_context"))
     ranks, along = size * stages * parts, imagined(CONTEXT_AXIS, parts) if parts > 1 else None
-    expert_parallel, own_tokens = engine["enable_expert_parallel"], engine["enable_dp_attention"]
-    if own_tokens and size == 1:
+    expert_parallel, attention_dp = engine["enable_expert_parallel"], engine["enable_dp_attention"]
+    if attention_dp and size == 1:
         raise ValueError(
             "--enable-dp-attention is of experts that --tensor-parallel-size ranks divide; make that 2 or more"
         )
     if stage >= stages:
         raise ValueError(f"--stage {stage} of --pipeline-parallel-size {stages}: stages count from 0 to {stages - 1}")
-    check_states(EngineConfig(model, **engine | {"enable_expert_parallel": expert_parallel or own_tokens}), config)
+    check_states(EngineConfig(model, **engine | {"enable_expert_parallel": expert_parallel or attention_dp}), config)
     shard = None
     if size * stages > 1:
         axis = imagined(TENSOR_AXIS, size) if size > 1 else None
-        own: dict[str, Any] = {"expert_parallel": expert_parallel, "own_tokens": own_tokens}
+        own: dict[str, Any] = {"expert_parallel": expert_parallel, "attention_dp": attention_dp}
         own["key_ranks"] = engine["decode_context_parallel_size"]
         shard = RankShard.of(config, size, 0, axis, stages=stages, stage=stage, **own)
     if here is not None and ranks > 1:
@@ -181,7 +181,7 @@ def graph(
         launched = launched_elsewhere(lambda: run(*given), meta.limits, spec.cuda)
         priced = dataclasses.replace(priced, launched=launched)
     if draw is not None:
-        draw.write_text(priced.drawing(title, meta.captured(workload)), encoding="utf-8")
+        draw.write_text(priced.drawing(title, meta.traced(workload)), encoding="utf-8")
         typer.echo(f"drawn in {draw}", err=True)
     if why is not None:
         reasons = priced.why(meta, why)
@@ -234,7 +234,7 @@ class PricedStep:
     @property
     def predicted(self) -> Prediction:
         """All nodes at the size to which the step is padded, their launches, and what is between two steps."""
-        return self.predictor.step(self.step.timed, self.workload, recorded=self.step.recorded)
+        return self.predictor.step(self.step.timed, self.workload, captured=self.step.captured)
 
     @property
     def origins(self) -> dict[str, float]:
@@ -245,7 +245,7 @@ class PricedStep:
         return {origin: value / sum(seconds.values()) for origin, value in seconds.items()}
 
     @property
-    def rows(self) -> dict[str, list[Row]]:
+    def rows(self) -> dict[str, list[CostRow]]:
         from strata.cost.draw import rows_by
 
         model = self.step.model
@@ -381,7 +381,7 @@ class PricedStep:
         console.print(f"floor, summed     {summed}: every operation at its own floor, one after the other")
         console.print(f"floor of the step {duration(whole)}: weights and cached keys and values moved once")
         shares = ", ".join(f"{share:.0%} {origin}" for origin, share in self.origins.items() if share >= 0.005)
-        launched = "replayed" if self.step.recorded else "launched by the host"
+        launched = "replayed" if self.step.captured else "launched by the host"
         console.print(f"predicted         {duration(self.predicted.seconds)}, {launched}: {shares}")
         if self.measured is not None:
             console.print(self._measured_note)
@@ -392,7 +392,7 @@ class PricedStep:
         if self.link is not None:
             link = self.link
             rate = f"{quantity(link.bandwidth)}B/s each way, {duration(link.latency)} a message"
-            best = f"{quantity(link.fastest or link.bandwidth)}B/s, {duration(link.least_seconds(1, 0))}"
+            best = f"{quantity(link.fastest or link.bandwidth)}B/s, {duration(link.min_seconds(1, 0))}"
             if link.fastest is not None or link.shortest is not None:
                 rate += f" (floors by the best that was seen: {best})"
             console.print(f"link between ranks: {rate}: {link.source}, {link.date}", style="dim")
@@ -403,7 +403,7 @@ class PricedStep:
 
         assert self.measured is not None
         found = self.measured
-        without = "sampling" if self.step.recorded else "inputs and sampling"
+        without = "sampling" if self.step.captured else "inputs and sampling"
         inputs, model, draw = (duration(sum(found.of(part).values())) for part in ("inputs", "model", "draw"))
         return (
             f"measured          {duration(found.step)} the step without {without}, "
@@ -430,7 +430,7 @@ def price(model: MetaModel, workload: Workload, spec: Device) -> PricedStep:
     from strata.cost.step_model import StepModel
 
     times, step = StepModel(model, spec), model.step(workload)
-    whole = floor(total(step.model).least, times.device, times.dtype, times.link)
+    whole = floor(total(step.model).in_step, times.device, times.dtype, times.link)
     captured = dict(model.program.traced)
     return PricedStep(
         step, times.device, times.dtype, workload.tokens, whole, captured, times.link, times.predictor, workload,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from strata.cli.groups import OptionGroup, Values
-from strata.engine.scheduling.room import SERVER_TPOT_MS, SERVER_TTFT_MS
+from strata.engine.scheduling.prompt_budget import SERVER_TPOT_MS, SERVER_TTFT_MS
 from strata.models.shapes import SHAPES
 
 SHAPE_NAMES = ", ".join(SHAPES)

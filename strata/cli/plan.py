@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from strata.hardware.figures import Device
     from strata.plan.search.report import ServingPlan
 
-_MOST_TOKENS = 10**7
+_MAX_TOKENS = 10**7
 # Heads of the last column of tables.
 _PRECISION, _LACKS = "weights, KV", "lacks"
 
@@ -32,9 +32,9 @@ def plan(
     *,
     hardware: options.Hardware = "h200",
     gpus: Annotated[int, typer.Option(min=1, max=100_000, help="How many of them there are.")] = 1,
-    input_len: Annotated[int | None, typer.Option(min=1, max=_MOST_TOKENS, help="Tokens of a prompt.")] = None,
+    input_len: Annotated[int | None, typer.Option(min=1, max=_MAX_TOKENS, help="Tokens of a prompt.")] = None,
     isl: options.InputLenBefore = None,
-    output_len: Annotated[int | None, typer.Option(min=1, max=_MOST_TOKENS, help="Tokens of an answer.")] = None,
+    output_len: Annotated[int | None, typer.Option(min=1, max=_MAX_TOKENS, help="Tokens of an answer.")] = None,
     osl: options.OutputLenBefore = None,
     trace: Annotated[Path | None, typer.Option(help="JSON lines with input_length and output_length instead.")] = None,
     cached: Annotated[int, typer.Option(min=0, help="First tokens of prompts that the prefix cache has.")] = 0,
@@ -206,9 +206,11 @@ def draw_plan(found: ServingPlan) -> None:
             print(f"  ({found.remark})")
     if found.others:
         console.print(table("\nOther layouts", found.others))
-    if found.packed:
+    if found.quantized:
         console.print(
-            table("\nIn fewer bits, which changes answers: --quantization, --kv-cache-dtype", found.packed, _PRECISION)
+            table(
+                "\nIn fewer bits, which changes answers: --quantization, --kv-cache-dtype", found.quantized, _PRECISION
+            )
         )
     for line in found.refused:
         print(_named("refused", line))

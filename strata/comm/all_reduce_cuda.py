@@ -28,13 +28,13 @@ from strata.kernels.collective.all_reduce import (
     row_tile,
     two_shot_kernel,
 )
-from strata.kernels.collective.flagged import FLAGGED_PROGRAMS, fits_room, flagged_norm_kernel
-from strata.kernels.collective.sent_products import one_shot_received_norm_kernel
+from strata.kernels.collective.gemm_all_reduce import one_shot_received_norm_kernel
+from strata.kernels.collective.low_latency import LL_PROGRAMS, fits_inbox, ll_norm_kernel
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear.linear import linear
-from strata.kernels.linear.skinny import Inboxes, SkinnyProduct, kernels_of, multiply
-from strata.kernels.linear.skinny_tiles import SkinnyTile
+from strata.kernels.linear.small_m import Inboxes, SmallMProduct, kernels_of, multiply
+from strata.kernels.linear.small_m_tiles import SmallMTile
 from strata.kernels.linear.tile_rule import chosen_tile
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -63,14 +63,14 @@ def fits_one_shot_norm(x: Tensor, axis: Any, residual: Tensor, weight: Tensor, e
     return x.nbytes <= thresholds(x.device).one_shot_norm_bytes
 
 
-def fits_flagged_norm(x: Tensor, axis: Any, residual: Tensor, weight: Tensor, eps: float) -> bool:
+def fits_ll_norm(x: Tensor, axis: Any, residual: Tensor, weight: Tensor, eps: float) -> bool:
     """With more ranks, what it sends to each of them outweighs what two shots wait."""
     memory = memory_of(axis)
     return (
         memory is not None
         and x.nbytes <= thresholds(x.device).flagged_bytes.get(memory.ranks, 0)
         and _has_rows(x, axis, residual, weight)
-        and fits_room(x.shape[0], x.shape[1] * x.itemsize // _WORD)
+        and fits_inbox(x.shape[0], x.shape[1] * x.itemsize // _WORD)
     )
 
 
@@ -119,13 +119,13 @@ def one_shot_norm(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: 
     return total, result
 
 
-def flagged_norm(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def ll_norm(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     words, total, result = x.shape[1] * x.itemsize // _WORD, torch.empty_like(x), torch.empty_like(x)
     layout, (rows, width) = InboxLayout.of(needed_memory(axis).ranks), x.shape
     strides = words, residual.stride(0) * residual.itemsize // _WORD
-    sizes = *strides, rows, words, width, layout.flagged, layout.flagged_flags, eps
-    tensors, programs = (x, residual, weight, total, result), min(FLAGGED_PROGRAMS, rows)
-    exchange(flagged_norm_kernel, programs, axis, tensors, sizes, row_tile(words), counters=2)
+    sizes = *strides, rows, words, width, layout.flagged, layout.ll_flags, eps
+    tensors, programs = (x, residual, weight, total, result), min(LL_PROGRAMS, rows)
+    exchange(ll_norm_kernel, programs, axis, tensors, sizes, row_tile(words), counters=2)
     return total, result
 
 
@@ -202,7 +202,7 @@ def _part_bytes(x: Tensor, dim: int) -> int:
     return math.prod(x.shape[dim % x.dim() :]) * x.itemsize
 
 
-def fits_sent_product(x: Tensor, axis: Any, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> bool:
+def fits_gemm_reduce(x: Tensor, axis: Any, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> bool:
     """Each program has whole sums to send, and a program of the receiver takes a row at once."""
     if x.dim() != 2 or x.shape[0] > thresholds(x.device).sent_rows or residual.dtype != x.dtype:
         return False
@@ -214,7 +214,7 @@ def fits_sent_product(x: Tensor, axis: Any, weight: Tensor, residual: Tensor, no
     )
 
 
-def sent_product_norm(
+def gemm_all_reduce_norm(
     x: Tensor, axis: Axis, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     memory, tile = needed_memory(axis), _tile(x, weight)
@@ -225,7 +225,7 @@ def sent_product_norm(
     total, result = x.new_empty(residual.shape), x.new_empty(residual.shape)
     beside = beside_the_kernel_ahead(x, memory, *row_tile(words))
     inboxes = Inboxes(memory.peers, memory.counters, axis.index, starts_receiver=beside["EARLY"])
-    multiply(SkinnyProduct(x, weight, inboxes=inboxes), tile)
+    multiply(SmallMProduct(x, weight, inboxes=inboxes), tile)
     one_shot_received_norm_kernel[(rows,)](
         residual,
         norm_weight,
@@ -242,12 +242,12 @@ def sent_product_norm(
     return total, result
 
 
-def sent_product_kernels(x: Tensor, axis: Any, weight: Tensor, *_: Any) -> tuple[Any, ...]:
+def gemm_all_reduce_kernels(x: Tensor, axis: Any, weight: Tensor, *_: Any) -> tuple[Any, ...]:
     tile = _tile(x, weight)
     assert tile is not None
     return (*kernels_of(tile, weight), one_shot_received_norm_kernel)
 
 
-def _tile(x: Tensor, weight: Tensor) -> SkinnyTile | None:
+def _tile(x: Tensor, weight: Tensor) -> SmallMTile | None:
     """That of the product alone, so that its bits are the same."""
     return chosen_tile(linear.name, x, weight)

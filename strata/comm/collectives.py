@@ -130,7 +130,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
     if axis.group is None:
         return Pending(x if out is None else out.copy_(x))
     if out is None:
-        out = x.new_empty((part_of(x.shape[0], axis.size, axis.name), *x.shape[1:]))
+        out = x.new_empty((shard_size(x.shape[0], axis.size, axis.name), *x.shape[1:]))
     call = _notify("reduce_scatter", axis, x)
     work = _dist_reduce_scatter(out, x.contiguous(), group=axis.group, async_op=True)
     return Pending(out, _works(work), axis, call)
@@ -174,7 +174,7 @@ def _works(work: dist.Work | None) -> tuple[dist.Work, ...]:
     return () if work is None else (work,)
 
 
-def part_of(size: int, ranks: int, axis: str) -> int:
+def shard_size(size: int, ranks: int, axis: str) -> int:
     """What each rank gets of so many rows. Raises ValueError if they are no multiple of the number of ranks."""
     if size % ranks:
         raise ValueError(f"{size} rows do not divide into {ranks} parts along axis {axis}; pad them")
@@ -216,7 +216,7 @@ def _gathered(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 def _scattered(x: Tensor, axis: Axis, dim: int) -> Tensor:
     rows = x.movedim(dim, 0).contiguous()
-    out = rows.new_empty((part_of(rows.shape[0], axis.size, axis.name), *rows.shape[1:]))
+    out = rows.new_empty((shard_size(rows.shape[0], axis.size, axis.name), *rows.shape[1:]))
     call = _enter("reduce_scatter", axis, rows)
     _dist_reduce_scatter(out, rows, group=axis.group)
     _leave(axis, call)

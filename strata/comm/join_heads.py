@@ -14,7 +14,7 @@ from strata.comm.cost import all_to_all_cost
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along, by_library, live
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.collective.joined_heads import join_heads_kernel, join_packed, pack_heads, pack_heads_kernel
+from strata.kernels.collective.joined_heads import join_heads_kernel, pack_heads, pack_heads_kernel, unpack_heads
 from strata.kernels.op import ATEN, NCCL, operation
 
 
@@ -31,7 +31,7 @@ def _cost(mixed: Tensor, along: Along | Axis, sums: Tensor, dtype: torch.dtype, 
 def _meta(mixed: Tensor, along: Along | Axis, sums: Tensor, dtype: torch.dtype) -> Tensor:
     tokens, heads, dim = mixed.shape
     return mixed.new_empty(
-        (tokens, collectives.part_of(heads, along.size, along.name), dim), dtype=dtype, device="meta"
+        (tokens, collectives.shard_size(heads, along.size, along.name), dim), dtype=dtype, device="meta"
     )
 
 
@@ -41,12 +41,12 @@ def join_heads(mixed: Tensor, along: Along | Axis, sums: Tensor, dtype: torch.dt
 
     mixed: [tokens, heads, head_dim] float32 (or float64), for each query the average over this rank's keys; sums:
     [tokens, heads] in that dtype, the log of the sum of the exponentials of its scores, -inf where it saw none (see
-    `kept_attention`). The heads are those of all ranks, one rank's after another. Zeros where no rank saw a key.
+    `dcp_attention`). The heads are those of all ranks, one rank's after another. Zeros where no rank saw a key.
     Without tokens no message is sent. Raises ValueError if the heads are no multiple of the number of ranks.
     """
     ranks, (tokens, _, dim) = along.size, mixed.shape
     packed = torch.cat((mixed, sums[..., None]), -1)
-    parts = packed.unflatten(1, (ranks, collectives.part_of(mixed.shape[1], ranks, along.name))).transpose(0, 1)
+    parts = packed.unflatten(1, (ranks, collectives.shard_size(mixed.shape[1], ranks, along.name))).transpose(0, 1)
     if ranks > 1 and tokens:
         received = collectives.start_all_to_all(parts.reshape(ranks * tokens, -1), live(along)).wait()
         parts = received.view(ranks, tokens, -1, dim + 1)
@@ -73,7 +73,7 @@ def _scratch(mixed: Tensor, along: Along | Axis, sums: Tensor, dtype: torch.dtyp
 def _by_kernels(mixed: Tensor, axis: Axis, sums: Tensor, dtype: torch.dtype) -> Tensor:
     packed = pack_heads(mixed, sums, axis.size)
     received = collectives.start_all_to_all(packed, live(axis)).wait()
-    return join_packed(received, mixed.shape[2], dtype)
+    return unpack_heads(received, mixed.shape[2], dtype)
 
 
 _kernels = pack_heads_kernel, NCCL, join_heads_kernel

@@ -30,7 +30,7 @@ class World:
     restarts: how often all ranks were started again after one failed. timeout_seconds: how long a collective of any
     group waits for the other ranks before it fails. observer: notified of the collectives along the axes
     of this world; `dataclasses.replace` gives a world one. on_shutdown: called before NCCL ends, which
-    waits for every CUDA graph that holds messages: who records one adds what frees it.
+    waits for every CUDA graph that holds messages: who captures one adds what frees it.
     """
 
     rank: int

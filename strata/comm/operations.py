@@ -157,7 +157,7 @@ by_library(all_gather, kernels=(ATEN, NCCL), invariant=True, differentiable=True
 
 def _own_part(x: Tensor, along: Along | Axis, dim: int) -> Tensor:
     shape = list(x.shape)
-    shape[dim] = collectives.part_of(shape[dim], along.size, along.name)
+    shape[dim] = collectives.shard_size(shape[dim], along.size, along.name)
     return x.new_empty(shape, device="meta")
 
 
@@ -177,7 +177,7 @@ def reduce_scatter(x: Tensor, along: Along | Axis, dim: int) -> Tensor:
     if along.size == 1:
         return x
     rows = x.movedim(dim, 0)
-    count = collectives.part_of(rows.shape[0], along.size, along.name)
+    count = collectives.shard_size(rows.shape[0], along.size, along.name)
     received = collectives.start_all_to_all(rows.contiguous(), live(along)).wait()
     return _added(received.unflatten(0, (along.size, count))).movedim(0, dim)
 
@@ -202,7 +202,7 @@ def all_to_all(x: Tensor, along: Along | Axis) -> Tensor:
 
     Raises ValueError if the rows are no multiple of the number of ranks.
     """
-    collectives.part_of(x.shape[0], along.size, along.name)
+    collectives.shard_size(x.shape[0], along.size, along.name)
     return x if along.size == 1 else collectives.all_to_all(x, live(along))
 
 

@@ -8,18 +8,18 @@ from typing import Any
 from torch import Tensor
 
 from strata.comm.all_reduce_cuda import (
-    fits_flagged_norm,
+    fits_gemm_reduce,
+    fits_ll_norm,
     fits_one_shot_norm,
-    fits_sent_product,
-    flagged_norm,
+    gemm_all_reduce_kernels,
+    gemm_all_reduce_norm,
+    ll_norm,
     one_shot_norm,
-    sent_product_kernels,
-    sent_product_norm,
 )
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along, all_reduce
 from strata.kernels.collective.all_reduce import one_shot_norm_kernel
-from strata.kernels.collective.flagged import flagged_norm_kernel
+from strata.kernels.collective.low_latency import ll_norm_kernel
 from strata.kernels.fused import Run, fused
 from strata.kernels.linear.linear import linear
 from strata.kernels.norm.norm import add_rms_norm
@@ -40,7 +40,7 @@ def all_reduce_add_rms_norm(
 
 for _run, _name, _supports, _kernel in (
     (one_shot_norm, "one shot", fits_one_shot_norm, one_shot_norm_kernel),
-    (flagged_norm, "one shot, flags", fits_flagged_norm, flagged_norm_kernel),
+    (ll_norm, "one shot, flags", fits_ll_norm, ll_norm_kernel),
 ):
     all_reduce_add_rms_norm.in_triton(_run, _name, supports=_supports, kernels=(_kernel,))
 all_reduce_add_rms_norm.unfused("apart", "cuda")
@@ -64,6 +64,6 @@ def _product_scratch(x: Tensor, axis: Axis, weight: Tensor, residual: Tensor, *_
 
 
 linear_all_reduce_add_rms_norm.in_triton(
-    sent_product_norm, "one shot", supports=fits_sent_product, kernels=sent_product_kernels
+    gemm_all_reduce_norm, "one shot", supports=fits_gemm_reduce, kernels=gemm_all_reduce_kernels
 )
 linear_all_reduce_add_rms_norm.unfused("apart", "cuda", scratch=_product_scratch)

@@ -67,7 +67,7 @@ class AttentionTimes:
     A decode takes `decode`, `join` for each split of the longest sequence and query head of a KV head (of 128), or
     `behind` for the kernel behind that joins all at once, the way of keys and values at `bandwidth`, and the times of
     `groups`, by the query heads of a KV head from which they hold. In a step with prompts every sequence of the
-    recorded size gets programs: each of a processor takes `empty`, all together `beside` at least, beside the longest
+    captured size gets programs: each of a processor takes `empty`, all together `beside` at least, beside the longest
     split. Prompts take a start and a time for each key that a tile of queries sees, by what attends for them; of a
     key's time the share `softmax` is the same whatever the size of heads, the rest grows with it. Keys and values that
     another sequence of the step has read before come at `repeated`.

@@ -16,7 +16,7 @@ from strata.hardware.roofline import Cost, floor
 
 
 @dataclass(frozen=True)
-class Row:
+class CostRow:
     """Nodes of a kind: an operation, and the part of the model that it serves if that is known by name.
 
     kernels: of all nodes, a library's as far as they are known. seconds: the floor of each node, added up; `bound` is
@@ -48,7 +48,7 @@ def rows_by(
     bound: str = "",
     link: Link | None = None,
     measured: Mapping[str, float] | None = None,
-) -> list[Row]:
+) -> list[CostRow]:
     """A row for each (operation, part, implementation) that `kind` gives, in the order in which they first occur.
 
     bound: what sets the floor of the step, "compute", "memory" or "communication"; empty for what is not counted
@@ -65,15 +65,17 @@ def rows_by(
     return found
 
 
-def _row(names: NodeKind, nodes: list[NodeCost], device: Device, dtype: str, step_bound: str, link: Link | None) -> Row:
+def _row(
+    names: NodeKind, nodes: list[NodeCost], device: Device, dtype: str, step_bound: str, link: Link | None
+) -> CostRow:
     seconds = {"compute": 0.0, "memory": 0.0, "communication": 0.0}
     for node in nodes:
         least = floor(node.cost, device, dtype, link)
         seconds[least.bound] += least.seconds
     bound = max(seconds, key=seconds.__getitem__)
     kernels, parameters, cost = sum(len(node.kernels) for node in nodes), parameter_count(nodes), total(nodes)
-    in_step = getattr(floor(cost.least, device, dtype, link), step_bound) if step_bound else 0.0
-    return Row(*names, len(nodes), kernels, parameters, cost, sum(seconds.values()), bound, in_step)
+    in_step = getattr(floor(cost.in_step, device, dtype, link), step_bound) if step_bound else 0.0
+    return CostRow(*names, len(nodes), kernels, parameters, cost, sum(seconds.values()), bound, in_step)
 
 
 def counts_table(before: Mapping[str, int], after: Mapping[str, int]) -> Table:
@@ -87,7 +89,7 @@ def counts_table(before: Mapping[str, int], after: Mapping[str, int]) -> Table:
     return drawn
 
 
-def table(title: str, rows: list[Row], *, whole: float) -> Table:
+def table(title: str, rows: list[CostRow], *, whole: float) -> Table:
     """Rows as a table; `whole` is the floor of the step, in seconds, that shares refer to. Bytes that a rank sends have
     a column where there are any, and kernels where they are known."""
     sends, took = any(row.cost.sent for row in rows), any(row.measured is not None for row in rows)
@@ -122,7 +124,7 @@ def table(title: str, rows: list[Row], *, whole: float) -> Table:
     return drawn
 
 
-def _measured(row: Row) -> tuple[str, str]:
+def _measured(row: CostRow) -> tuple[str, str]:
     return ("", "") if row.measured is None else (duration(row.measured), share(row.seconds, row.measured))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from strata.cost.aiconfigurator import data_folder, imported_efficiencies
 from strata.cost.efficiency import EfficiencyTable
-from strata.cost.loan import Loan
+from strata.cost.extrapolated_device import ExtrapolatedDevice
 from strata.hardware import measured
 from strata.hardware.figures import Device
 from strata.hardware.prediction import Call
@@ -39,7 +39,7 @@ class Evidence:
     calls: Mapping[str, list[Call]]
     products: EfficiencyTable | None = None
     sources: tuple[str, ...] = ()
-    loan: Loan | None = None
+    loan: ExtrapolatedDevice | None = None
 
 
 def evidence_of(
@@ -57,7 +57,7 @@ def evidence_of(
     if calls:
         sources.append("calls measured on another machine with this device, which come with Strata")
     tuned_calls = calls_of(tuned.read(device.product))
-    if (loan := Loan.to(device)) is not None:
+    if (loan := ExtrapolatedDevice.to(device)) is not None:
         calls = loan.calls(measured.read(loan.lender.product))
         tuned_calls = loan.calls(calls_of(tuned.read(loan.lender.product)))
         sources.append(str(loan))

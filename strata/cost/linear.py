@@ -19,7 +19,7 @@ _LAUNCH_SECONDS = 1e-3
 # Of the fitted steps: tokens of their decodes with those before, and what prompts have behind them, fewer of short
 # chunks: where cuDNN attends, these are padded behind many keys.
 _DECODED, _BEHIND, _BEHIND_SHORT = (256, 1024, 4096), (0, 2048, 8192), (0, 1024, 4096)
-_MOST_SEQUENCES, _BESIDE = 128, 32
+_MAX_SEQUENCES, _BESIDE = 128, 32
 _LEAST = 1e-12  # seconds: no coefficient is 0
 _MANY = 1 << 20  # tokens that need every expert
 # One token behind so many others that the attention of every layer without a window grows with them alone.
@@ -28,10 +28,10 @@ _NEAR, _FAR = Workload((1,), (_REACH,)), Workload((1,), (2 * _REACH,))
 
 
 def linear(
-    model: StepModel, tokens: int, sequences: int, longest: int, recorded: int = 0, overlapped: int = 0
+    model: StepModel, tokens: int, sequences: int, longest: int, captured: int = 0, overlapped: int = 0
 ) -> StepTimes:
     """Fitted to the exact times of a few steps: of an engine with at most so many tokens and sequences in a step, and
-    sequences of at most `longest`. recorded, overlapped: see `StepTimes`.
+    sequences of at most `longest`. captured, overlapped: see `StepTimes`.
 
     Least squares of relative errors, without the coefficients that would be negative. From how many tokens on a step
     waits for products and not for weights follows from its floor, so these two have one coefficient. Steps of six sizes
@@ -41,7 +41,7 @@ def linear(
     hidden = 0.0
     if overlapped and model.link is not None:
         hidden = HIDDEN * costs.token_sent / (model.link.bandwidth * LINK)
-    steps = _steps(tokens, min(sequences, _MOST_SEQUENCES), longest)
+    steps = _steps(tokens, min(sequences, _MAX_SEQUENCES), longest)
     bandwidth = model.device.ceiling("bandwidth").value
     alone, experts = (sum(read(tokens) * layers for read, _, layers in costs.mixtures) for tokens in (1, _MANY))
     weights, unused = costs.weights + experts, 1 - alone / experts if experts else 0.0
@@ -53,7 +53,7 @@ def linear(
     step, product, token, sequence, key, pair = found
     wait = product * knee
     launch = _LAUNCH_SECONDS * sum(layers for _, layers in costs.states)
-    given = recorded, launch, overlapped, hidden, None, prompts, product * knee_of_experts, unused
+    given = captured, launch, overlapped, hidden, None, prompts, product * knee_of_experts, unused
     return StepTimes(step, wait, product, token, sequence, key, pair, *given)
 
 
@@ -77,7 +77,7 @@ def linear_floor(
         cost = costs.beside_states(tokens, rows)
         flops = cost.flops + pair_flops * pairs + bounded.flops * tokens
         read = cost.weights + key_bytes * keys + bounded.cached * rows
-        messages = 0.0 if link is None else link.least_seconds(cost.messages, cost.sent)
+        messages = 0.0 if link is None else link.min_seconds(cost.messages, cost.sent)
         return Floor(flops / compute, read / bandwidth, messages)
 
     return of_step

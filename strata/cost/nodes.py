@@ -9,12 +9,12 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, fx
 
 from strata.cost.attention_times import Attends
-from strata.graph.capture import operation_of
+from strata.graph.trace import operation_of
 from strata.graph.walk import placed_arguments, walk
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.op import ATEN, OPERATIONS, Operation
-from strata.kernels.quant.packed import PackedWeight, Scheme, multiplied_in
+from strata.kernels.quant.quantized import QuantizedWeight, Scheme, multiplied_in
 from strata.kernels.state.paged import PagedKV
 
 
@@ -33,8 +33,8 @@ class NodeCost:
     """One node that does work. `shape` is its result's; `parameters` maps the names it reads to their sizes.
 
     weight: [out, width] of the weight that a product multiplies by, merged ones together; None of what is no product.
-    scheme: of packed weights that it multiplies by; None: they are plain. packed_bytes: of such a weight, scales among
-    them.
+    scheme: of packed weights that it multiplies by; None: they are plain. quantized_bytes: of such a weight, scales
+    among them.
     backward: of its gradients, if they were asked for.
     attends: what runs an attention over pages, where that is known.
     reads: what it reads, see `Read`; of cached keys and values only what attends.
@@ -53,18 +53,18 @@ class NodeCost:
     kernels: tuple[str, ...] = ()
     weight: tuple[int, int] | None = None
     scheme: Scheme | None = None
-    packed_bytes: float = 0.0
+    quantized_bytes: float = 0.0
     backward: Cost = field(default_factory=Cost)
     attends: Attends | None = None
     reads: tuple[Read, ...] = ()
 
     @property
-    def packed(self) -> str:
+    def weight_kind(self) -> str:
         """The kind of values of packed weights ("e4m3"); empty: they are plain."""
         return "" if self.scheme is None else self.scheme.values
 
     @property
-    def rounded(self) -> str:
+    def activation_kind(self) -> str:
         """The dtype of the device database in which it multiplies where the scheme of its packed weights rounds
         activations too; empty: the model's."""
         return "" if self.scheme is None else multiplied_in(self.scheme)
@@ -107,7 +107,7 @@ class Reads:
 
     def _of(self, argument: Any, value: Any) -> Iterator[Read]:
         pages = value if isinstance(value, PagedKV) else getattr(value, "pages", None)
-        if isinstance(value, PackedWeight):
+        if isinstance(value, QuantizedWeight):
             yield Read("weight", "", value.kind, value.nbytes)
         elif isinstance(argument, fx.Node):
             first = value[0] if isinstance(value, tuple) and value and isinstance(value[0], Tensor) else value
@@ -131,7 +131,7 @@ def node_costs(
     *,
     gradients: bool = False,
 ) -> list[NodeCost]:
-    """The cost of each node of a captured graph (merged and bound or not) for one step, in order.
+    """The cost of each node of a traced graph (merged and bound or not) for one step, in order.
 
     argument: what the graph is called with, its tensors on the meta device (a Batch, or hidden states for a head); a
     plain tuple holds several. workload: the sequences of that step, which shapes alone cannot tell. limits: a device,
@@ -175,7 +175,7 @@ def node_costs(
 
 def _packed_as(args: tuple[Any, ...]) -> tuple[Scheme | None, float]:
     """See `NodeCost`: of packed weights among arguments."""
-    weight = next((one for one in args if isinstance(one, PackedWeight)), None)
+    weight = next((one for one in args if isinstance(one, QuantizedWeight)), None)
     return (None, 0.0) if weight is None else (weight.scheme, weight.nbytes / weight.numel())
 
 
@@ -216,6 +216,6 @@ def _weight_shape(node: fx.Node, operation: Operation, args: tuple[Any, ...]) ->
 
 
 def _is_weight(argument: Any) -> bool:
-    if isinstance(argument, PackedWeight):
+    if isinstance(argument, QuantizedWeight):
         return True
     return isinstance(argument, fx.Node) and bool(argument.meta.get("parameters"))

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from strata.cost import packed_times
+from strata.cost import quantized_times
 from strata.cost.all_reduce_times import AllReduceTimes
 from strata.cost.attention_times import TIMES, Attends, AttentionTimes
 from strata.cost.efficiency import KINDS, EfficiencyTable
 from strata.cost.evidence import Evidence
 from strata.cost.nodes import NodeCost
-from strata.cost.packed_times import PackedTimes
+from strata.cost.quantized_times import QuantizedTimes
 from strata.hardware.figures import Device
 from strata.hardware.links import HIDDEN, Link
 from strata.hardware.prediction import ORIGINS, FittedTimes, Prediction
 from strata.hardware.roofline import Cost, Workload, floor
-from strata.kernels.quant.packed import Scheme, multiplied_in
+from strata.kernels.quant.quantized import Scheme, multiplied_in
 
 # What stands for a product of which nothing was measured: the same product without what is fused with it.
 _PLAIN = "linear"
@@ -32,7 +32,7 @@ _ALGORITHMS = {
     "one_shot_kernel": "one shot",
     "one_shot_norm_kernel": "one shot and norm",
     "one_shot_received_norm_kernel": "one shot and norm",
-    "flagged_norm_kernel": "flags and norm",
+    "ll_norm_kernel": "flags and norm",
     "two_shot_kernel": "two shots",
 }
 _NORMED = ("all_reduce_add_rms_norm", "linear_all_reduce_add_rms_norm")
@@ -48,7 +48,7 @@ _ALIKE = {
     "add_rms_norm_round": _NORM,
     "silu_mul_round": "silu_mul",
     "vocabulary_embedding": "embedding",
-    "best_in_part": "gumbel_sample",
+    "best_in_shard": "gumbel_sample",
 }
 # Where packed weights were not measured, however few bits they have, a product of few rows takes as long as so many
 # bytes of each otherwise: 218 M of a layer of 8B 61.4 us in 8 bits and 61.5 in 4, in a chain on an H200 (docs/log.md).
@@ -64,9 +64,10 @@ class StepPredictor:
 
     tables: utilization by operation. prompts: of their attention by its FLOPs, None if too little was measured. link:
     to the other ranks, None if there are none. sums: of ranks' sums, by algorithm, None where none was measured. ranks:
-    how many add up. attention_times: of attention whose programs are known, packed_times: of what multiplies by packed
-    weights, and of experts by any, None where those were not measured. launch: seconds that the host takes to launch an
-    operation of a step that no CUDA graph holds, while the device may still work; 0 of a processor, which is the host.
+    how many add up. attention_times: of attention whose programs are known, quantized_times: of what multiplies by
+    packed weights, and of experts by any, None where those were not measured. launch: seconds that the host takes to
+    launch an operation of a step that no CUDA graph holds, while the device may still work; 0 of a processor, which is
+    the host.
     """
 
     device: Device
@@ -77,7 +78,7 @@ class StepPredictor:
     sums: AllReduceTimes | None = None
     ranks: int = 1
     attention_times: AttentionTimes | None = None
-    packed_times: PackedTimes | None = None
+    quantized_times: QuantizedTimes | None = None
     surest: str = ORIGINS[0]
     launch: float = HOST_SECONDS
 
@@ -96,7 +97,7 @@ class StepPredictor:
         )
         sums = None if link is None else AllReduceTimes.of(calls.get("all_reduce", ()), link.latency)
         product = device.product if loan is None else loan.lender.product
-        by_attention, by_weights, surest = TIMES.get(product), packed_times.TIMES.get(product), ORIGINS[0]
+        by_attention, by_weights, surest = TIMES.get(product), quantized_times.TIMES.get(product), ORIGINS[0]
         if loan is not None:
             by_attention = None if by_attention is None else by_attention.with_memory(loan.memory)
             by_weights = None if by_weights is None else by_weights.with_memory(loan.memory)
@@ -106,23 +107,23 @@ class StepPredictor:
     @property
     def knows_calls(self) -> bool:
         """Whether any call was measured, here or on a device that is like this one; else all is analytic."""
-        measured = self.tables, self.prompts, self.sums, self.attention_times, self.packed_times
+        measured = self.tables, self.prompts, self.sums, self.attention_times, self.quantized_times
         return any(one for one in measured)
 
-    def step(self, nodes: Iterable[NodeCost], workload: Workload, *, recorded: bool) -> Prediction:
-        """All nodes one after the other, beside them sums over ranks that were begun; or, unless the step is recorded,
+    def step(self, nodes: Iterable[NodeCost], workload: Workload, *, captured: bool) -> Prediction:
+        """All nodes one after the other, beside them sums over ranks that were begun; or, unless the step is captured,
         until the host has launched them; and what is around them in an engine: copies of
         inputs and ids, the start of a graph, and until the next step begins.
 
         workload: the sequences without padding. The nodes are those of the size to which a step is padded.
         """
         ran = list(nodes)
-        return self.together(ran, [self.node(node, workload) for node in ran], recorded=recorded)
+        return self.together(ran, [self.node(node, workload) for node in ran], captured=captured)
 
-    def together(self, nodes: Sequence[NodeCost], each: Sequence[Prediction], *, recorded: bool) -> Prediction:
+    def together(self, nodes: Sequence[NodeCost], each: Sequence[Prediction], *, captured: bool) -> Prediction:
         """As `step`, of nodes that were predicted each."""
         found = replace(Prediction.total(each), seconds=_end(nodes, [one.seconds for one in each]))
-        if not recorded:
+        if not captured:
             found = _at_least(found, len(nodes) * self.launch)
         return replace(found, seconds=found.seconds + self._seconds("step"))
 
@@ -168,8 +169,8 @@ class StepPredictor:
             found = self._message(node)
         elif node.cost.cached and not node.is_recurrent:
             found = self._attention(node.cost, workload, node.attends)
-        elif node.is_mixture and self.packed_times is not None and node.shape[0]:
-            seconds = self.packed_times.plain_experts(node.shape[0], node.cost.flops, node.cost.bytes)
+        elif node.is_mixture and self.quantized_times is not None and node.shape[0]:
+            seconds = self.quantized_times.plain_experts(node.shape[0], node.cost.flops, node.cost.bytes)
             found = Prediction(seconds, ORIGINS[1])
         elif node.cost.bytes and self._knows(alike := _ALIKE.get(node.operation, node.operation), "traffic"):
             found = self.tables[alike].predict("traffic", self.dtype, (node.cost.bytes,))
@@ -194,9 +195,9 @@ class StepPredictor:
     def in_fewer_bits(self, node: NodeCost, found: Prediction, cost: Cost, scheme: Scheme) -> Prediction:
         """A node by plain weights, which is `found` to take so long, with its weights packed, and so of `cost`."""
         seconds = self._by_packed(node, cost, scheme)
-        if seconds is None and self.packed_times is not None and scheme.values in self.packed_times.values:
+        if seconds is None and self.quantized_times is not None and scheme.values in self.quantized_times.values:
             itemsize = getattr(torch, self.dtype).itemsize
-            more = self.packed_times.expanded(node.cost.weights / itemsize, cost.weights, itemsize)
+            more = self.quantized_times.expanded(node.cost.weights / itemsize, cost.weights, itemsize)
             seconds = found.seconds + more
         if seconds is None:
             seconds = self._by_roofline(found, node.cost, cost, multiplied_in(scheme))
@@ -212,25 +213,25 @@ class StepPredictor:
 
     def _by_packed(self, node: NodeCost, cost: Cost, scheme: Scheme) -> float | None:
         """Seconds of a product or of experts; None where they were not measured, or the weight becomes floats."""
-        if self.packed_times is None:
+        if self.quantized_times is None:
             return None
         if node.weight is not None:
             rows = math.prod(node.shape[:-1])
-            return self.packed_times.product(scheme, rows, node.weight, cost.weights, cost.written)
+            return self.quantized_times.product(scheme, rows, node.weight, cost.weights, cost.written)
         if not node.is_mixture:
             return None
         weights = node.cost.weights / getattr(torch, self.dtype).itemsize
-        return self.packed_times.experts(scheme, node.shape[0], weights, cost.flops, cost.weights)
+        return self.quantized_times.experts(scheme, node.shape[0], weights, cost.flops, cost.weights)
 
     def _packed(self, node: NodeCost, scheme: Scheme, workload: Workload) -> Prediction:
         cost, itemsize = node.cost, getattr(torch, self.dtype).itemsize
-        weights = int(cost.weights * itemsize / node.packed_bytes)
+        weights = int(cost.weights * itemsize / node.quantized_bytes)
         plain = replace(cost, read=cost.read - cost.weights + weights, weights=weights)
         without = replace(node, scheme=None, cost=plain)
         found = self.in_fewer_bits(without, self._work(without, workload), cost, scheme)
-        if self.packed_times is None or node.weight is None or _ROUNDS not in node.kernels:
+        if self.quantized_times is None or node.weight is None or _ROUNDS not in node.kernels:
             return found
-        more = self.packed_times.rounded(math.prod(node.shape[:-1]), node.weight[1], itemsize)
+        more = self.quantized_times.quantizing(math.prod(node.shape[:-1]), node.weight[1], itemsize)
         return replace(found, seconds=found.seconds + more)
 
     def _message(self, node: NodeCost) -> Prediction | None:

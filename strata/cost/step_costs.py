@@ -59,7 +59,7 @@ class StepCosts:
             cost = state_cost(workload)
             flops += layers * cost.flops
             cached += layers * cost.cached
-        return (found + Cost(flops, cached=cached)).least
+        return (found + Cost(flops, cached=cached)).in_step
 
     def beside_states(self, tokens: int, rows: int) -> Cost:
         """The same of so many tokens, without what reads what sequences keep."""

@@ -32,7 +32,7 @@ class StepNodes:
     """What the nodes of one step cost, and what runs them.
 
     graph: the name of the variant that computes the logits. inputs, model, draw: in the order in which they run.
-    recorded: whether the engine replays them from a CUDA graph. timed: all of them with what they
+    captured: whether the engine replays them from a CUDA graph. timed: all of them with what they
     do at the size to which the step is padded, but for attention, to which padding brings no keys.
     """
 
@@ -40,7 +40,7 @@ class StepNodes:
     inputs: list[NodeCost]
     model: list[NodeCost]
     draw: list[NodeCost]
-    recorded: bool
+    captured: bool
     timed: list[NodeCost]
 
     @property
@@ -79,7 +79,7 @@ class CostedProgram(Protocol):
 
 
 class _Kind(NamedTuple):
-    """Steps that take as long outside attention. size: as recorded, by which all follows; None: by tokens and
+    """Steps that take as long outside attention. size: as captured, by which all follows; None: by tokens and
     sequences. has_decodes: some sequences have one token."""
 
     size: Hashable | None
@@ -92,7 +92,7 @@ class StepModel:
     """Predicts steps of a model, of one rank of several if the model is a shard.
 
     `predict` prices all nodes of the graph that would run. `seconds` keeps what is outside attention and recurrences,
-    which follows from the recorded size or from the number of tokens, and asks those alone anew, so that millions of
+    which follows from the captured size or from the number of tokens, and asks those alone anew, so that millions of
     steps can be asked for.
     """
 
@@ -132,7 +132,7 @@ class StepModel:
     def predict(self, workload: Workload) -> Prediction:
         """A step that samples a row of each sequence, those of one token first."""
         step = self.model.step(workload)
-        return self.predictor.step(step.timed, workload, recorded=step.recorded)
+        return self.predictor.step(step.timed, workload, captured=step.captured)
 
     def seconds(self, workload: Workload) -> float:
         """The same, within rounding of what it keeps: steps that no graph holds are asked for at sizes an eighth of an
@@ -228,8 +228,8 @@ class StepModel:
         """Of all steps of the kind that `workload` is one of."""
         if kind not in self._bases:
             step = self.model.step(workload)
-            whole = self.predictor.step(step.timed, workload, recorded=True).seconds
-            launches = 0.0 if step.recorded else self.predictor.launches(len(step.timed))
+            whole = self.predictor.step(step.timed, workload, captured=True).seconds
+            launches = 0.0 if step.captured else self.predictor.launches(len(step.timed))
             self._bases[kind] = whole - self.attention(workload), launches
         return self._bases[kind]
 

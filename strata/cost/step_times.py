@@ -14,19 +14,19 @@ LINK = 0.8
 
 
 @dataclass(frozen=True)
-class DivisionTimes:
+class ShardingTimes:
     """What the times of steps become where `ranks` that hold a model alike divide their tokens: a part of the products
     and of what else follows from tokens, sequences and keys, and messages.
 
     least: tokens of the shortest step that they divide. message: seconds of all messages of a step. token: of what they
-    carry for a token of another rank. recorded: tokens of the largest that is replayed, 0 if none is.
+    carry for a token of another rank. captured: tokens of the largest that is replayed, 0 if none is.
     """
 
     ranks: int
     least: int
     message: float
     token: float
-    recorded: int = 0
+    captured: int = 0
 
     def total(self, whole: StepTimes, tokens: int, others: float) -> float:
         """Seconds of a step of so many tokens, which takes one rank `others` beside weights and products."""
@@ -53,7 +53,7 @@ class DivisionTimes:
             **shares,
             step=whole.step + whole.prompts + self.message,
             token=whole.token / self.ranks + self._sent,
-            recorded=self.recorded,
+            captured=self.captured,
             overlapped=0,
             hidden=0.0,
             division=None,
@@ -69,7 +69,7 @@ class StepTimes:
         read = weights - experts * unused ** tokens
 
     and `prompts`, if it has any; less `hidden` * tokens if there are `overlapped` or more and that is not 0; or
-    `launch`, if that is longer and there are more than `recorded` tokens.
+    `launch`, if that is longer and there are more than `captured` tokens.
 
     keys: tokens of the sequences once the step has run, whose keys and values it reads. pairs: of queries and keys, of
     prompts alone, since decoding takes the time to read the keys. All of these seven are positive.
@@ -78,7 +78,7 @@ class StepTimes:
     mixtures of which a token leaves the share `unused` alone. product: of one token
     with all weights. token: its activations' ways through memory, its part of messages, and attention in layers with a
     window. sequence: its sampled row, and the keys of a window.
-    recorded: tokens of the largest step with prompts that is replayed. launch: of larger ones, by the host, beside the
+    captured: tokens of the largest step with prompts that is replayed. launch: of larger ones, by the host, beside the
     device. overlapped: tokens from which messages travel beside products. hidden: of a token's part of them.
     division: of steps that ranks divide where that takes less time. prompts: of a step that has some, however long.
     """
@@ -90,11 +90,11 @@ class StepTimes:
     sequence: float
     key: float
     pair: float
-    recorded: int = 0
+    captured: int = 0
     launch: float = 0.0
     overlapped: int = 0
     hidden: float = 0.0
-    division: DivisionTimes | None = None
+    division: ShardingTimes | None = None
     prompts: float = 0.0
     experts: float = 0.0
     unused: float = 0.0
@@ -128,11 +128,11 @@ class StepTimes:
         on_device = self.step + max(read, self.product * tokens) + others
         if self._is_overlapped(tokens):
             on_device -= self.hidden * tokens
-        return on_device if tokens <= self.recorded else max(on_device, self.launch)
+        return on_device if tokens <= self.captured else max(on_device, self.launch)
 
     def longest(self, seconds: float, tokens: int, others: float, start: int) -> int:
         """Tokens of the longest chunk behind `start` with which a step that has (tokens, others) takes `seconds`."""
-        most = math.inf if seconds >= self.launch else max(0, self.recorded - tokens)
+        most = math.inf if seconds >= self.launch else max(0, self.captured - tokens)
         longest = min(self._longest(seconds, tokens, others, start, self.hidden), most)
         if not self._is_overlapped(tokens + int(longest)):
             longest = min(self._longest(seconds, tokens, others, start, 0.0), most)

@@ -14,17 +14,17 @@ import torch
 
 from strata.cache.groups import books
 from strata.cache.pages import PageAllocator
+from strata.engine.captured_steps import REASONS
 from strata.engine.compatibility import check_states, without_effect
 from strata.engine.embeddings.pooling import PromptPooler
 from strata.engine.engine_config import EngineConfig
 from strata.engine.grammars.grammar import vocabulary
 from strata.engine.loop import EngineLoop
+from strata.engine.ranks.attention_dp_runner import AttentionDpRunner
 from strata.engine.ranks.expert_balance import ExpertBalance
 from strata.engine.ranks.followers import Followers
-from strata.engine.ranks.own_tokens_runner import OwnTokensRunner
 from strata.engine.ranks.rank import OneRank, share_of
 from strata.engine.ranks.ranked_runner import RankedPooler, RankedRunner
-from strata.engine.recorded_steps import REASONS
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.rank_schedulers import RankPages, RankSchedulers
@@ -126,7 +126,7 @@ def _build(
         balance = None if experts is None else ExpertBalance(experts, asked.eplb_step_interval, log)
         if asked.enable_dp_attention:
             slots = executor.costed.sizes.max_sequences
-            ranks = OwnTokensRunner(executor.runner, followers, experts, balance, mask_ids, slots, device)
+            ranks = AttentionDpRunner(executor.runner, followers, experts, balance, mask_ids, slots, device)
         else:
             ranks = RankedRunner(executor.runner, followers, experts, balance)
         pooler = RankedPooler(executor.pooler, followers)
@@ -135,7 +135,7 @@ def _build(
         shares = _step_shares(executor, device)
         replayed = executor.program.sizes
         target = step_target(asked, shares.times, replayed.padded_tokens, replayed)
-    recorded, ledger = executor.recorded, executor.ledger
+    captured, ledger = executor.captured, executor.ledger
     seed = secrets.randbits(63) if asked.seed is None else asked.seed
     stages = asked.pipeline_parallel_size
     sizes = executor.costed.sizes
@@ -148,8 +148,8 @@ def _build(
     if device.type == "cuda":
         with clock.phase("warm up"):
             warm_up(loop, pages, config.vocab_size, executor.program.sizes.max_tokens, executor.kernels_are_ready)
-        if recorded is not None:
-            recorded.unrecorded = dict.fromkeys(REASONS, 0)
+        if captured is not None:
+            captured.uncaptured = dict.fromkeys(REASONS, 0)
     # What stands now lives as long as the engine: the collector need not walk it in the middle of a step. Nobody has
     # looked for garbage only among what came since the collector went off; to walk all objects takes 0.3 s.
     gc.collect(0)
@@ -170,8 +170,8 @@ def _build(
         ranks=ranks,
         shares=shares,
     )
-    if followers is not None and recorded is not None:
-        followers.before_leaving(recorded.drop)
+    if followers is not None and captured is not None:
+        followers.before_leaving(captured.drop)
     weakref.finalize(engine, compilations.end)
     if device.type == "cuda":
         compilations.begin()  # when nothing is left that could fail, and leave it listening

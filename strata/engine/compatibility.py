@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from strata.graph.ranks.narrow_messages import check_width
-from strata.kernels.attention.decode_cuda import MOST_GROUP
+from strata.graph.ranks.quantize_messages import check_width
+from strata.kernels.attention.decode_cuda import MAX_GROUP
 from strata.models.config import ModelConfig
 from strata.models.families import FAMILIES
-from strata.models.state import FixedState
+from strata.models.state import RecurrentState
 
 if TYPE_CHECKING:
     from strata.engine.engine_config import EngineConfig
@@ -126,7 +126,7 @@ def check_experts(asked: EngineConfig) -> None:
 def check_states(asked: EngineConfig, config: ModelConfig) -> None:
     """Raises ValueError if ranks cannot have what layers keep, or what they add up, in the way that is asked for, or
     pages cannot have it in the bits that are."""
-    fixed = [isinstance(state, FixedState) for state in FAMILIES[config.architecture].states(config)]
+    fixed = [isinstance(state, RecurrentState) for state in FAMILIES[config.architecture].states(config)]
     pages = None if asked.kv_cache_dtype == "auto" else "kv_cache_dtype"
     keys = None if asked.decode_context_parallel_size == 1 else "decode_context_parallel_size"
     for option, has_it, why in (
@@ -140,7 +140,7 @@ def check_states(asked: EngineConfig, config: ModelConfig) -> None:
         if option is not None and has_it:
             given = f"{option}={getattr(asked, option)!r}"
             raise ValueError(f"{given} is not there for {config.architecture}, {why}: leave it out")
-    if asked.narrow_messages:
+    if asked.quantized_messages:
         check_width(config.hidden_size, asked.tensor_parallel_size)
     if config.hidden_size % asked.all_reduce_group_size:
         raise ValueError(
@@ -165,7 +165,7 @@ def _apart(asked: EngineConfig) -> str | None:
     return next((name for name, is_given in given.items() if is_given), None)
 
 
-def check_divided_keys(asked: EngineConfig) -> None:
+def check_dcp(asked: EngineConfig) -> None:
     """Raises ValueError if the ranks are not as many times as those that divide keys and values by sequence."""
     ranks, parts = asked.tensor_parallel_size, asked.decode_context_parallel_size
     if ranks % parts:
@@ -180,12 +180,12 @@ def check_gathered_heads(asked: EngineConfig, config: ModelConfig, kind: str) ->
     """Raises ValueError if a KV head gets more queries from all ranks than kernels take. config: of a rank; kind: of
     implementations, "cuda" or "cpu", which takes any. Latents take any, too."""
     ranks, own = asked.decode_context_parallel_size, config.num_heads // config.num_kv_heads
-    if ranks == 1 or kind != "cuda" or config.latent is not None or ranks * own <= MOST_GROUP:
+    if ranks == 1 or kind != "cuda" or config.latent is not None or ranks * own <= MAX_GROUP:
         return
-    accepted = ", ".join(str(one) for one in range(1, ranks) if ranks % one == 0 and one * own <= MOST_GROUP)
+    accepted = ", ".join(str(one) for one in range(1, ranks) if ranks % one == 0 and one * own <= MAX_GROUP)
     raise ValueError(
         f"decode_context_parallel_size={ranks} gathers {ranks * own} query heads for a KV head, and kernels on GPUs "
-        f"take at most {MOST_GROUP}; accepted are {accepted}"
+        f"take at most {MAX_GROUP}; accepted are {accepted}"
     )
 
 
@@ -205,7 +205,7 @@ def check_messages(asked: EngineConfig) -> None:
             f"all_reduce_group_size={group} makes no groups of tensor_parallel_size={ranks} ranks; accepted are "
             f"divisors below: {accepted}"
         )
-    if not asked.narrow_messages:
+    if not asked.quantized_messages:
         return
     given = f"message_dtype={asked.message_dtype!r}"
     if asked.tensor_parallel_size == 1:

@@ -15,27 +15,27 @@ from strata.cache.block_tables import table_pages
 from strata.cache.groups import PageGroup, page_groups
 from strata.cache.pool import PoolShape
 from strata.cache.state_pool import StateShape
+from strata.engine.args.options import check_types, known_options
 from strata.engine.compatibility import (
     check_compatible,
-    check_divided_keys,
+    check_dcp,
     check_experts,
     check_messages,
     check_states,
     keeps_all,
 )
-from strata.engine.given.options import check_types, own_options
-from strata.engine.program.sizes import LIBRARY_TOKENS, StepSizes, recorded_sizes
-from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
+from strata.engine.program.sizes import LIBRARY_TOKENS, StepSizes, captured_sizes
+from strata.engine.ranks.prefill_context_parallel import CONTEXT_AXIS, TokenSharding
 from strata.engine.sampling_params import RANGES, check_integer
-from strata.engine.scheduling.room import SERVER_TTFT_MS
+from strata.engine.scheduling.prompt_budget import SERVER_TTFT_MS
 from strata.engine.startup.packing import NOTHING_PACKED, Packing
 from strata.engine.startup.sparse_attention import SPARSE_SIZES, check_sparse_attention
 from strata.graph.passes import passes_of
 from strata.kernels.attention.cudnn_prompts import keeps_neighbours_apart, why_no_plan
-from strata.kernels.attention.virtual_sequences import gathered_keys
+from strata.kernels.attention.query_chunks import gathered_keys
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.quant.schemes import scheme_of, sparsity_of
-from strata.kernels.state.kept_keys import ALL_KEYS
+from strata.kernels.state.dcp_shard import ALL_KEYS
 from strata.models import weights
 from strata.models.config import DTYPES, ModelConfig
 from strata.models.families import FAMILIES, build
@@ -105,7 +105,7 @@ class EngineConfig:
         copy engines, steps of as many as a cost model says that it pays for; 0: none do. Not in deterministic mode.
     message_dtype: "auto" lets what ranks add up travel as it is computed; "fp8" (e4m3, also "fp8_e4m3") rounds it in
         steps of many tokens, there and back, with a power of two for each 128 columns of a row
-        (`strata.graph.ranks.narrow_messages`), and lets no messages travel beside products.
+        (`strata.graph.ranks.quantize_messages`), and lets no messages travel beside products.
     all_reduce_group_size: of ranks that divide matrices, how many neighbours a faster link joins (a pair with a bridge,
         a machine): these add up among them first, and each sends its part alone to other groups; 1: all at once.
     pipeline_parallel_size: stages that divide the layers among them, each of tensor_parallel_size ranks.
@@ -168,7 +168,7 @@ class EngineConfig:
         if not isinstance(model, str | Path | None):
             raise ValueError(f"model must be a folder, org/model of the Hugging Face cache, or None, got {model!r}")
         known = {field.name for field in fields(cls)} - {"model"}
-        return cls(located(model), **own_options(options, known))
+        return cls(located(model), **known_options(options, known))
 
     def __post_init__(self) -> None:
         may_be_none = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_pages")
@@ -202,7 +202,7 @@ class EngineConfig:
         check_experts(self)
         check_sparse_attention(self)
         check_messages(self)
-        check_divided_keys(self)
+        check_dcp(self)
         self._check_quantization()
         check_compatible(self)
 
@@ -212,14 +212,14 @@ class EngineConfig:
         return MAX_NUM_SEQS if self.max_num_seqs is None else self.max_num_seqs
 
     @property
-    def narrow_messages(self) -> bool:
+    def quantized_messages(self) -> bool:
         """Whether sums over ranks travel in 8 bits."""
         return self.message_dtype != "auto"
 
     @property
     def overlapped_from(self) -> int | None:
         """`overlap_tokens` as it takes effect."""
-        return 0 if self.narrow_messages or self.decode_context_parallel_size > 1 else self.overlap_tokens
+        return 0 if self.quantized_messages or self.decode_context_parallel_size > 1 else self.overlap_tokens
 
     @property
     def axis_sizes(self) -> dict[str, int]:
@@ -246,12 +246,12 @@ class EngineConfig:
     def _check_quantization(self) -> None:
         if self.quantization is not None:
             scheme_of(self.quantization)
-            self.check_packed(f"quantization={self.quantization!r}")
+            self.check_quantized(f"quantization={self.quantization!r}")
         if self.sparsity is not None:
             sparsity_of(self.sparsity)
-            self.check_packed(f"sparsity={self.sparsity!r}")
+            self.check_quantized(f"sparsity={self.sparsity!r}")
 
-    def check_packed(self, given: str) -> None:
+    def check_quantized(self, given: str) -> None:
         """Raises ValueError for what packed weights cannot be had with; `given` says that they are packed."""
         if self.enable_eplb:
             raise ValueError(
@@ -326,13 +326,13 @@ class EngineSizes:
     attends: bool = False
     states: StateShape | None = None
     packing: Packing = NOTHING_PACKED
-    division: TokenDivision | None = None
+    division: TokenSharding | None = None
     exchanged: int | None = None
 
     @property
     def library(self) -> bool:
         """Whether cuDNN attends to keys of pages: it reads those of floats alone."""
-        return self.attends and self.pool.rounded is None
+        return self.attends and self.pool.quantized is None
 
     @property
     def prompt_keys(self) -> int:
@@ -343,13 +343,13 @@ class EngineSizes:
         return gathered_keys(longest, self.pool.kv_heads * self.pool.head_dim)
 
     @cached_property
-    def recorded(self) -> StepSizes:
+    def captured(self) -> StepSizes:
         """Of steps that get a CUDA graph."""
         if not self.captures:
             return StepSizes()
         fresh = self.attends and keeps_neighbours_apart(self.pool.dtype)  # a step's own rows are floats
         given = self.max_sequences, self.max_tokens, self.parameters
-        found = recorded_sizes(*given, self.library, fresh, self.division, self.exchanged)
+        found = captured_sizes(*given, self.library, fresh, self.division, self.exchanged)
         return StepSizes((replace(size, groups=len(self.groups)) for size in found), self.prompt_keys)
 
     @staticmethod
@@ -367,22 +367,22 @@ class EngineSizes:
         filled = max(2048, 8192 // asked.pipeline_parallel_size) if limits is not None else 2048
         max_tokens = asked.max_num_batched_tokens or filled
         dtype = weights.resolve_dtype(asked.dtype, config, device)
-        pool = replace(PoolShape.of(config, asked.page_size, dtype), rounded=KV_DTYPES[asked.kv_cache_dtype])
+        pool = replace(PoolShape.of(config, asked.page_size, dtype), quantized=KV_DTYPES[asked.kv_cache_dtype])
         pool = replace(pool, has_bounds=asked.decode_pages is not None, kept=ALL_KEYS if shard is None else shard.kept)
         with torch.device("meta"):
-            whole = build(config if shard is None else shard.most_divided, max_length)
-            # All ranks record the same sizes: what one sends has the length that others take.
+            whole = build(config if shard is None else shard.max_sharded, max_length)
+            # All ranks capture the same sizes: what one sends has the length that others take.
             parameters = weights.weight_bytes(whole, dtype) // dtype.itemsize
             own = whole
             if shard is not None:
                 parameters //= shard.stages
-                alike = shard.most_divided == shard.divided
-                own = shard.part_of(whole) if alike else shard.build(max_length)
+                alike = shard.max_sharded == shard.divided
+                own = shard.shard_of(whole) if alike else shard.build(max_length)
         folder = Path(asked.model) if asked.load_format == "auto" else None
         packing = Packing.of(asked.quantization, own, shard, folder, asked.sparsity, dtype)
         if packing.schemes:
-            asked.check_packed(f"{asked.model} ({packing.name})")
-        weight_bytes = weights.packed_bytes(own, dtype, packing.planned)
+            asked.check_quantized(f"{asked.model} ({packing.name})")
+        weight_bytes = weights.quantized_bytes(own, dtype, packing.planned)
         groups = groups_of(asked, config, pool, max_length)
         states = StateShape.of(FAMILIES[config.architecture].states(config), dtype)
         parts = asked.prefill_context_parallel_size
@@ -396,7 +396,7 @@ class EngineSizes:
             parameters,
             states=states,
             packing=packing,
-            division=TokenDivision.on(device.type, parts, 0) if parts > 1 else None,
+            division=TokenSharding.on(device.type, parts, 0) if parts > 1 else None,
         )
         if limits is None:
             return sizes

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from strata.cache.groups import divide_pages
-from strata.cache.window_pages import most_pages
+from strata.cache.window_pages import page_limit
 from strata.engine.engine_config import EngineSizes
 from strata.models.config import ModelConfig
 from strata.models.memory import free_bytes
@@ -44,7 +44,7 @@ class Ledger:
     """Bytes by purpose on one device. `budget` is what the engine may use in all; `margin` is what is left of it.
 
     planned: activations of the largest step by the lifetimes of its buffers, without sampling; 0 until that is known.
-    others: what is in use already, by this process or by others. recorded: sizes of steps that have CUDA graphs.
+    others: what is in use already, by this process or by others. captured: sizes of steps that have CUDA graphs.
     messages: buffers of what ranks send each other. pages, page_bytes: of the first group of layers that keep rows of
     one kind, and `windows`: of the others. state_rows: for fixed states, of which each takes `state_bytes`; the last
     `snapshots` of them are for prefixes.
@@ -58,7 +58,7 @@ class Ledger:
     activations: int
     sequences: int
     graphs: int
-    recorded: int
+    captured: int
     pages: int
     page_bytes: int
     page_size: int
@@ -107,7 +107,7 @@ class Ledger:
             ("weights", self.weights, ""),
             ("activations", self.activations, f"largest step, estimated{self._planned_note}"),
             ("sequences", self.sequences, "block tables, ids that penalties count, masks"),
-            ("CUDA graphs", self.graphs, f"{self.recorded} sizes of steps, estimated"),
+            ("CUDA graphs", self.graphs, f"{self.captured} sizes of steps, estimated"),
             *([("messages", self.messages, "between ranks, estimated")] if self.messages else []),
             (
                 "KV pages",
@@ -220,7 +220,7 @@ def numbered_pages(max_sequences: int, per_sequence: int) -> int:
     return max(per_sequence, min(_SNAPSHOTS_KEPT * max_sequences * per_sequence, _NUMBERED_PAGES))
 
 
-def room_beside_snapshots(pages: int, max_sequences: int, state_bytes: int) -> int:
+def bytes_beside_snapshots(pages: int, max_sequences: int, state_bytes: int) -> int:
     """The bytes that leave so many of them for pages once snapshots have got theirs."""
     return min(pages + _SNAPSHOTS_KEPT * max_sequences * state_bytes, math.ceil(pages / (1 - _SNAPSHOT_SHARE)))
 
@@ -249,7 +249,7 @@ def plan_memory(
     attention needs beside its result.
     Raises ValueError if the pages would not hold one sequence of the longest, with what to change.
     """
-    pool, groups, recorded, dtype = sizes.pool, sizes.groups, sizes.recorded, sizes.pool.dtype
+    pool, groups, captured, dtype = sizes.pool, sizes.groups, sizes.captured, sizes.pool.dtype
     max_tokens, max_sequences, max_length = sizes.max_tokens, sizes.max_sequences, sizes.max_length
     free, total = available_memory(device) if memory is None else (memory.free, memory.total)
     if device.type == "cpu":
@@ -258,11 +258,11 @@ def plan_memory(
     rows = max(max_sequences, min(PROMPT_LOGPROB_ROWS, max_tokens))
     activations = activation_bytes(config, max_tokens * sources, rows, dtype) + scratch
     sequences = sequence_bytes(config, max_sequences, max_length, pool.page_tokens)
-    # Recorded steps have memory of their own, which they share.
+    # Captured steps have memory of their own, which they share.
     graphs = 0
-    if recorded:
-        logits = max(size.draws for size in recorded) * config.vocab_size * dtype.itemsize
-        largest = activation_bytes(config, max(size.tokens for size in recorded) * sources, 0, dtype)
+    if captured:
+        logits = max(size.draws for size in captured) * config.vocab_size * dtype.itemsize
+        largest = activation_bytes(config, max(size.tokens for size in captured) * sources, 0, dtype)
         graphs = largest + logits + GIB // 2 + scratch
     per_sequence = -(-max_length // pool.page_tokens)
     state_bytes = 0 if sizes.states is None else sizes.states.row_bytes
@@ -281,7 +281,7 @@ def plan_memory(
         room -= snapshots * state_bytes
     if device.type == "cpu":
         room = min(room, max_sequences * per_sequence * sum(group.shape.page_bytes for group in groups))
-    useful = [group.most_useful(max_sequences, max_tokens, max_length) for group in groups]
+    useful = [group.max_useful(max_sequences, max_tokens, max_length) for group in groups]
     if num_pages is None and not groups[0].layers:
         counts: tuple[int, ...] = (numbered_pages(max_sequences, per_sequence),)
     elif num_pages is None:
@@ -298,7 +298,7 @@ def plan_memory(
         activations=activations,
         sequences=sequences,
         graphs=graphs,
-        recorded=len(recorded),
+        captured=len(captured),
         pages=pages,
         page_bytes=groups[0].shape.page_bytes,
         page_size=pool.page_tokens,
@@ -319,7 +319,7 @@ def plan_memory(
             "lower max_num_seqs\n" + "\n".join(ledger.lines())
         )
     needed = [
-        per_sequence if group.window is None else min(per_sequence, most_pages(group.window, pool.page_size) + 1)
+        per_sequence if group.window is None else min(per_sequence, page_limit(group.window, pool.page_size) + 1)
         for group in groups
     ]
     if num_pages is None and any(there < least for there, least in zip(counts, needed, strict=True)):

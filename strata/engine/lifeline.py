@@ -25,8 +25,8 @@ def end_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
 class Ending:
     """Whether this process is asked to end: by SIGTERM, or by the end of its standard input.
 
-    `descriptors` become readable then, for a poller; `is_asked` reads them. SIGINT is left to the parent, who hears the
-    same Ctrl-C and decides when its children end.
+    `descriptors` become readable then, for a poller; `is_end_requested` reads them. SIGINT is left to the parent, who
+    hears the same Ctrl-C and decides when its children end.
     """
 
     def __init__(self) -> None:
@@ -35,6 +35,6 @@ class Ending:
         signal.signal(signal.SIGTERM, lambda *_: os.write(self._writing, b"!"))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def is_asked(self, readable: int) -> bool:
+    def is_end_requested(self, readable: int) -> bool:
         """Whether a descriptor that is readable says so; what a parent writes to standard input is read and ignored."""
         return readable == self._reading or not os.read(readable, 4096)

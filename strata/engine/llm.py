@@ -16,13 +16,13 @@ from llguidance import LLMatcher
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from strata.engine.args.options import declared_by
+from strata.engine.args.segments import positions
 from strata.engine.bad_words import bad_word_ids
 from strata.engine.build import Engine, build_engine
 from strata.engine.collect import Collector, Delivery
 from strata.engine.embeddings.pooling import Pooling, PoolRequest, check_vector
 from strata.engine.engine_config import EngineConfig
-from strata.engine.given.options import declared_by
-from strata.engine.given.segments import positions
 from strata.engine.grammars.grammar import GrammarCompiler
 from strata.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from strata.engine.request import Request

@@ -14,7 +14,7 @@ from strata.engine.faults import EngineFault, memory_explained
 from strata.engine.grammars.matchers import explain, takes_end
 from strata.engine.plan import StepPlan, TransferEnd, UndrawnStep
 from strata.engine.request import Request, Sequence, Update
-from strata.engine.scheduling.config import Held
+from strata.engine.scheduling.config import Waiting
 from strata.engine.scheduling.late_launch import LateLaunch
 from strata.engine.scheduling.rank_schedulers import RankSchedulers
 from strata.engine.scheduling.scheduler import Scheduler
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from strata.engine.ledger import Ledger
-    from strata.engine.runner import PromptLogprobs
+    from strata.engine.runner import ScoredPrompt
     from strata.engine.sampler import LogprobTensors
 
 
@@ -41,7 +41,7 @@ class LaunchedStep(Protocol):
 
     logprobs: of the plan's draws, where any sequence reports them. masked: some draws obeyed the masks of grammars.
     arrived: the transfers that have ended since the step before told of some, known once `wait` has returned.
-    size: of the recording that it replays, None if it is not all recorded. ended: `wait` would not block.
+    size: of the CUDA graph that it replays, None if it is not all captured. ended: `wait` would not block.
     """
 
     @property
@@ -49,7 +49,7 @@ class LaunchedStep(Protocol):
     @property
     def logprobs(self) -> LogprobTensors | None: ...
     @property
-    def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]: ...
+    def prompt_logprobs(self) -> tuple[ScoredPrompt, ...]: ...
     @property
     def masked(self) -> bool: ...
     @property
@@ -64,7 +64,7 @@ class LaunchedStep(Protocol):
         are known."""
 
 
-class Runner(Protocol):
+class StepRunner(Protocol):
     """Runs plans in the order of their launch, and needs nothing but them. A step that is launched undrawn gets its
     masks, and is drawn before the next is launched."""
 
@@ -84,18 +84,19 @@ class Runner(Protocol):
 class StepTiming(NamedTuple):
     """How a step went, in seconds of the loop's clock.
 
-    held: who had to wait for the next, and why. planned: when the scheduler was asked for it; launched: when its launch
-    began; ended: when the host knew its ids. drawing: for which the host waited to draw it, behind masks of grammars.
-    recorded: it replayed a recording. late: the device had done it before the host came for its ids.
+    waiting: who had to wait for the next, and why. planned: when the scheduler was asked for it; launched: when its
+    launch began; ended: when the host knew its ids. drawing: for which the host waited to draw it, behind masks of
+    grammars.
+    captured: it replayed a CUDA graph. late: the device had done it before the host came for its ids.
     """
 
     plan: StepPlan
-    held: tuple[Held, ...]
+    waiting: tuple[Waiting, ...]
     planned: float
     launched: float
     ended: float = 0.0
     drawing: float = 0.0
-    recorded: bool = False
+    captured: bool = False
     late: bool = False
 
 
@@ -113,7 +114,7 @@ class StepOutput:
     updates: list[Update]
     rows: dict[int, int]
     logprobs: LogprobTensors | None
-    prompt_logprobs: list[tuple[Sequence, PromptLogprobs]]
+    prompt_logprobs: list[tuple[Sequence, ScoredPrompt]]
     timing: StepTiming
 
 
@@ -140,7 +141,7 @@ class EngineLoop:
     def __init__(
         self,
         scheduler: Scheduler | RankSchedulers,
-        runner: Runner,
+        runner: StepRunner,
         run_ahead: bool,
         ledger: Ledger,
         clock: Callable[[], float] = time.monotonic,
@@ -174,7 +175,7 @@ class EngineLoop:
         """Seconds for which the next step need not be launched, so that it can have what comes until then; 0 if it is
         due, or an arrival could not be in it."""
         late = self._late
-        if late is None or not late.remaining() or self.scheduler.needs_known_ids or not self.scheduler.has_room:
+        if late is None or not late.remaining() or self.scheduler.needs_known_ids or not self.scheduler.has_space:
             return 0.0
         return late.wait()
 
@@ -281,7 +282,7 @@ class EngineLoop:
         self._is_inconsistent = False
 
     def _launch(self, plan: StepPlan, planned: float) -> LaunchedStep | UndrawnStep:
-        self._launches.append(StepTiming(plan, self.scheduler.take_held(), planned, self.clock()))
+        self._launches.append(StepTiming(plan, self.scheduler.take_waiting(), planned, self.clock()))
         with memory_explained(lambda: _doing(plan), self._ledger):
             return self._runner.launch(plan)
 
@@ -309,7 +310,7 @@ class EngineLoop:
         ids, plan = launched.wait(), launched.plan
         if self._late is not None:
             self._late.completed(in_time=not late)
-        timing = self._launches.popleft()._replace(ended=self.clock(), recorded=launched.size is not None, late=late)
+        timing = self._launches.popleft()._replace(ended=self.clock(), captured=launched.size is not None, late=late)
         scored = [(self.scheduler.sequence(part.sequence), part) for part in launched.prompt_logprobs]
         failed = self._fail_lost(plan) if launched.masked else []
         updates = failed + self.scheduler.complete(plan, ids, launched.arrived)

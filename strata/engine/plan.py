@@ -52,7 +52,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """A sequence takes a slot: all that a runner has to know of it. One that was preempted comes as a new one.
 
     tokens: all its ids so far, of which the first `prompt_length` are the prompt; negative ones stand for content, see
-        `strata.engine.given.segments`. The ids after them are drawn in the slot, and a runner keeps them by itself.
+        `strata.engine.args.segments`. The ids after them are drawn in the slot, and a runner keeps them by itself.
     seed: int64, of the noise that its ids are drawn with.
     constrained: its draws wait for the masks of a grammar.
     prompt_logprobs: how many of the likeliest ids to report for each prompt token; None reports nothing.
@@ -144,7 +144,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     windows, window_copies: what `new_pages` of chunks and `copies` are for pages of all tokens, for those of layers
         with windows; copies are (group, from, to).
     states_before, states_after: (from, to) rows of fixed states, to be copied in this order before the step reads any,
-        and once it has written all. A slot is a row; those behind `FixedStates`' padding are snapshots.
+        and once it has written all. A slot is a row; those behind `RecurrentStates`' padding are snapshots.
     shared: keys that several sequences read from the same pages, of all sequences that have a slot; none is told where
         a model has stages. No step needs it, but what it takes depends on it.
     """

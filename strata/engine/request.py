@@ -46,7 +46,7 @@ class Request:
     """What was asked.
 
     id: names the request among those that are unfinished.
-    prompt: token ids, and keys of other content (see `strata.engine.given.segments`).
+    prompt: token ids, and keys of other content (see `strata.engine.args.segments`).
     priority: a lower number runs first of those that came within `MAX_AHEAD`; equal ones run in order of arrival.
     arrival: seconds on any clock that all requests share.
     salt: requests share cached prefixes only with requests of the same salt.
@@ -93,7 +93,7 @@ class Request:
         wanted = pages.pages_for(limit - 1)  # the last token is never read
         needs = [(wanted, pages.num_pages)]
         # With a page for new tokens beside the window a sequence gets on, if slowly.
-        needs += [(min(wanted, window.most + 1), window.books.num_pages) for window in windows]
+        needs += [(min(wanted, window.max_pages + 1), window.books.num_pages) for window in windows]
         for count, there in needs:
             if count > there:
                 raise ValueError(

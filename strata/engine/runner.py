@@ -16,6 +16,7 @@ from strata.cache.pool import KVPool
 from strata.cache.staging import Staging, send
 from strata.cache.state_pool import StatePool
 from strata.cache.tables import BufferShape, StepBuffer
+from strata.engine.captured_steps import CapturedSteps, draw_inputs, step_inputs
 from strata.engine.engine_config import EngineSizes
 from strata.engine.grammars.grammar import Masks, MasksUnderWay
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS
@@ -25,18 +26,17 @@ from strata.engine.program.inputs import DrawStep
 from strata.engine.program.program import StepChoice, StepProgram
 from strata.engine.program.shape import StepShape
 from strata.engine.program.sizes import StepSizes
-from strata.engine.ranks.token_division import RankStep
-from strata.engine.recorded_steps import RecordedSteps, draw_inputs, step_inputs
+from strata.engine.ranks.prefill_context_parallel import RankStep
 from strata.engine.sampler import DrawRow, LogprobTensors, Sampler
 from strata.engine.steps.groups import WindowSteps
 from strata.engine.steps.slots import SlotState, meets
-from strata.graph.cudagraph import CudaGraphs, Recordings
+from strata.graph.cudagraph import CudaGraphs, CudaGraphStore
 from strata.kernels.sampling.sampling import likeliest
 from strata.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class PromptLogprobs:
+class ScoredPrompt:
     """Log-probabilities of prompt tokens [first, first + rows) of a sequence, by its id, each given those before it."""
 
     sequence: int
@@ -49,7 +49,7 @@ class Launched:
     """A step that is under way. `wait` blocks until the host has its ids and log-probabilities.
 
     masked: some rows drew under a mask. If a matcher is in its error state, the id of its sequence means nothing.
-    size: of the recording that it replays from ids to ids, None if it does not. watch: waits until what it is given
+    size: of the CUDA graph that it replays from ids to ids, None if it does not. watch: waits until what it is given
     says that the step has ended, and raises if that cannot be any more; None where no other rank takes part.
     """
 
@@ -57,7 +57,7 @@ class Launched:
     ids: Tensor
     done: torch.cuda.Event | None = None
     logprobs: LogprobTensors | None = None
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    prompt_logprobs: tuple[ScoredPrompt, ...] = ()
     masked: bool = False
     size: BufferShape | None = None
     arrived: tuple[()] = ()
@@ -82,7 +82,7 @@ class Launched:
 class Undrawn(UndrawnStep):
     """A step whose logits are under way.
 
-    bucket: whose recorded graph draws from the logits, None if none does; it can where no row is special.
+    bucket: whose captured graph draws from the logits, None if none does; it can where no row is special.
     complete: for each row, whether its grammar allows nothing but an end; empty without grammars.
     """
 
@@ -90,7 +90,7 @@ class Undrawn(UndrawnStep):
     buffer: StepBuffer
     logits: Tensor
     bucket: BufferShape | None
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    prompt_logprobs: tuple[ScoredPrompt, ...] = ()
     complete: tuple[bool, ...] = ()
     masks: MasksUnderWay | None = None
 
@@ -143,31 +143,31 @@ class Runner:
         self._staging = [Staging(largest, device) for _ in range(steps)]
         self._returns = [torch.empty(slots, dtype=torch.int32, pin_memory=pinned) for _ in range(steps)]
         self._rank = 0 if program.division is None else program.division.index
-        self._recorded: RecordedSteps | None = None
+        self._captured: CapturedSteps | None = None
         self.observer: StepObserver | None = None
 
     @torch.inference_mode()
-    def record(
+    def capture(
         self, buckets: StepSizes, *, all_of_them: bool = False, kernels_are_ready: bool = False
-    ) -> RecordedSteps:
-        """Record CUDA graphs for steps of these sizes, the largest first so that the others fit in its memory.
+    ) -> CapturedSteps:
+        """Capture CUDA graphs for steps of these sizes, the largest first so that the others fit in its memory.
 
         all_of_them: a size that the memory does not suffice for is an error, not `lacking`. kernels_are_ready: all
-        variants of own kernels, so that few sizes have to be run before they are recorded.
+        variants of own kernels, so that few sizes have to be run before they are captured.
         """
-        given = (self.program, self.pool, self._tables, self._newest, self._staging, self._recordings())
+        given = (self.program, self.pool, self._tables, self._newest, self._staging, self._captured_graphs())
         more = self._heads, self._windows, self._states, self._rank
-        recorded = RecordedSteps(*given, *more, kernels_are_ready=kernels_are_ready)
+        captured = CapturedSteps(*given, *more, kernels_are_ready=kernels_are_ready)
         for bucket in sorted(buckets, key=lambda shape: shape.size, reverse=True):
-            recorded.record(bucket, may_lack=not all_of_them)
+            captured.capture(bucket, may_lack=not all_of_them)
         torch.cuda.empty_cache()  # what the first runs left on a stream that nothing else uses
-        self._recorded = recorded
-        self.program = self.program.replaying(StepSizes(recorded.sizes, buckets.prompt_keys))
-        for size in recorded.sizes:
+        self._captured = captured
+        self.program = self.program.replaying(StepSizes(captured.sizes, buckets.prompt_keys))
+        for size in captured.sizes:
             self.program.replayed(size)  # looked up now, when no step waits for it
-        return recorded
+        return captured
 
-    def _recordings(self) -> Recordings:
+    def _captured_graphs(self) -> CudaGraphStore:
         return CudaGraphs()
 
     def learn(self, drawn: Iterable[tuple[int, int]]) -> None:
@@ -190,14 +190,14 @@ class Runner:
         choice = self.program.choose(self._shape(plan, arrays, room))
         # A share does not tell of what other ranks decode; ranks that divide keys have tables of their own.
         alike = choice.shape.share is None and self.pool.shape.kept.ranks == 1
-        self._enter_pages(plan, recorded=choice.size is not None and alike)
+        self._enter_pages(plan, captured=choice.size is not None and alike)
         step = choice.shape.share or arrays
         if choice.size is None:
-            if self._recorded is not None and choice.variant.captured:
-                self._recorded.count_unrecorded(choice.shape)
+            if self._captured is not None and choice.variant.captured:
+                self._captured.count_uncaptured(choice.shape)
             launched = self._launch_eager(plan, step, choice, room)
         else:
-            launched = self._launch_recorded(plan, step, choice.size)
+            launched = self._launch_captured(plan, step, choice.size)
         if self._states is not None:
             self._states.copy(plan.states_after)
         if self.observer is not None and isinstance(launched, Launched):
@@ -249,14 +249,14 @@ class Runner:
             return room._replace(step=arrays)
         return StepShape.of(arrays, scored=self._slots.scores(plan), tagged=self._slots.tags_any(plan))
 
-    def _launch_recorded(self, plan: StepPlan, arrays: PlanArrays, bucket: BufferShape) -> Launched | Undrawn:
-        assert self._recorded is not None
-        buffer = self._recorded.buffer(bucket, self._staging[0])
+    def _launch_captured(self, plan: StepPlan, arrays: PlanArrays, bucket: BufferShape) -> Launched | Undrawn:
+        assert self._captured is not None
+        buffer = self._captured.buffer(bucket, self._staging[0])
         self._fill(buffer, arrays)
         if bucket.tokens != bucket.sequences:
-            buffer.divide(arrays.counts, recorded=True)
+            buffer.divide(arrays.counts, captured=True)
         self._send(buffer, plan)
-        logits = self._recorded.run(bucket)
+        logits = self._captured.run(bucket)
         draws = len(arrays.drawn)
         if not draws:
             return self._finish(plan, self._newest[:0])
@@ -278,21 +278,21 @@ class Runner:
             shape = replace(shape, tags=True)
         buffer = StepBuffer(shape, self._staging[0], self._staging[0].target(shape.size))
         missing = self._fill(buffer, arrays)
-        parts = buffer.divide(arrays.counts, recorded=False) if longest > 1 else None
+        parts = buffer.divide(arrays.counts, captured=False) if longest > 1 else None
         self._send(buffer, plan)
         page_size, tables = self.pool.shape.page_tokens, self._tables.on_device
         if choice.library:
             assert parts is not None
-            assert self._recorded is not None
+            assert self._captured is not None
             given = step_inputs(buffer, tables, page_size, self._newest, self._rank)
-            tokens, tables, parts = self._recorded.divide(given, parts)
+            tokens, tables, parts = self._captured.chunk_queries(given, parts)
         else:
             inputs = program.inputs(choice, missing=missing)
             columns = tables[:, : -(-int(arrays.ends.max(initial=1)) // page_size)]
             tokens, tables = inputs.forward(step_inputs(buffer, columns, page_size, self._newest, self._rank))
         others = () if self._windows is None else self._windows.tables(buffer, tables.shape[1])
         batch = buffer.batch(self.pool, tables, tokens, longest, self._attended, parts, others, self._states)
-        prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+        prompt_logprobs: tuple[ScoredPrompt, ...] = ()
         head = program.head
         if choice.shape.scored and head is not None:
             hidden = (variant.hidden or program.hidden).forward(batch)
@@ -321,8 +321,8 @@ class Runner:
             self._sampler.mask(logits, masks)
         filtered = meets(self._slots.filtered, slots)
         if step.bucket is not None:
-            assert self._recorded is not None
-            return replace(self._finish(plan, self._recorded.draw(step.bucket, filtered)[:draws]), size=step.bucket)
+            assert self._captured is not None
+            return replace(self._finish(plan, self._captured.draw(step.bucket, filtered)[:draws]), size=step.bucket)
         targets = buffer.tensors["draw_slots"][:draws]
         greedy = not special and not meets(self._slots.sampled, slots)
         if greedy and self._device.type == "cpu" and self.program.part is None:
@@ -352,7 +352,7 @@ class Runner:
         plan: StepPlan,
         ids: Tensor,
         reported: LogprobTensors | None = None,
-        prompt_logprobs: tuple[PromptLogprobs, ...] = (),
+        prompt_logprobs: tuple[ScoredPrompt, ...] = (),
     ) -> Launched:
         if self._device.type == "cpu":
             return Launched(plan, ids, None, reported, prompt_logprobs)
@@ -370,15 +370,15 @@ class Runner:
         for sequence in plan.new:
             self._sampler.admit(sequence)
 
-    def _enter_pages(self, plan: StepPlan, recorded: bool) -> None:
-        """Bring the block tables up to the plan; the page of a single token is entered by a recorded step itself."""
+    def _enter_pages(self, plan: StepPlan, captured: bool) -> None:
+        """Bring the block tables up to the plan; the page of a single token is entered by a captured step itself."""
         if self._windows is not None:
-            self._windows.enter_pages(plan, recorded)
+            self._windows.enter_pages(plan, captured)
             if self._windows.only_windows:
                 return
         for chunk in plan.chunks:
             if chunk.new_pages:
-                entered = chunk.start // self.pool.shape.page_size if recorded and chunk.count == 1 else None
+                entered = chunk.start // self.pool.shape.page_size if captured and chunk.count == 1 else None
                 self._tables.update(chunk.slot, chunk.first_page, chunk.new_pages, entered)
 
     def _fill(self, buffer: StepBuffer, arrays: PlanArrays) -> bool:
@@ -411,7 +411,7 @@ class Runner:
             buffer.pad_draws(len(arrays.drawn), len(self._newest) - 1)
         return self._stages == 1 and (all_drawn_here or bool(drawn_here.any()))
 
-    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> Iterator[PromptLogprobs]:
+    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> Iterator[ScoredPrompt]:
         head, at = self.program.head, 0
         assert head is not None
         for chunk in plan.chunks:
@@ -426,5 +426,5 @@ class Runner:
                     targets = np.array(sequence.tokens[token : token + count], dtype=np.int32)
                     logits = head.forward(hidden[at + first : at + first + count]).float()
                     reported = self._sampler.logprobs(logits, send(self._device, ids=targets)["ids"], most)
-                    yield PromptLogprobs(sequence.id, token, reported)
+                    yield ScoredPrompt(sequence.id, token, reported)
             at += chunk.count

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from strata.cache.staging import fetch, send
 from strata.engine.plan import NewSequence, Sampling
-from strata.engine.ranks.vocabulary_part import VocabularyPart
+from strata.engine.ranks.vocabulary_shard import VocabularyShard
 from strata.kernels.sampling.filters import apply_bitmask, filter_bounds
 from strata.kernels.sampling.sampling import gumbel_sample, logprobs, penalize
 
@@ -87,7 +87,7 @@ class DrawInputs(NamedTuple):
     min_p: Tensor
 
 
-def draw_ids(logits: Tensor, inputs: DrawInputs, filtered: bool, part: VocabularyPart | None = None) -> Tensor:
+def draw_ids(logits: Tensor, inputs: DrawInputs, filtered: bool, part: VocabularyShard | None = None) -> Tensor:
     """Ids [rows] int32 from logits [rows, vocabulary]; `NO_ID` where a row is no distribution.
 
     filtered: whether any row may have filters. part: whose logits they are, if not of the whole vocabulary; filters
@@ -110,7 +110,7 @@ class Sampler:
     sequences with penalties are kept there, a row a slot, [slots, max_length + 1] int64.
     """
 
-    def __init__(self, slots: int, max_length: int, device: torch.device, part: VocabularyPart | None = None) -> None:
+    def __init__(self, slots: int, max_length: int, device: torch.device, part: VocabularyShard | None = None) -> None:
         """part: whose logits are sampled, where ranks divide the vocabulary; each edits those of its own ids."""
         self._slots, self._max_length, self._device = slots, max_length, device
         self._part = part
@@ -164,7 +164,7 @@ class Sampler:
         if self._part is None:
             apply_bitmask(logits, *masks)
         else:
-            apply_bitmask(self._part.own(logits), *masks, self._part.first)
+            apply_bitmask(self._part.local(logits), *masks, self._part.first)
         return logits
 
     def logprobs(self, logits: Tensor, ids: Tensor, most: int) -> LogprobTensors:
@@ -195,7 +195,7 @@ class Sampler:
         return output, prompt > 0
 
 
-def _edits(rows: Rows[DrawRow], part: VocabularyPart | None) -> dict[str, NDArray[Any]]:
+def _edits(rows: Rows[DrawRow], part: VocabularyShard | None) -> dict[str, NDArray[Any]]:
     """What is added to which columns of which rows; -inf to ids that are forbidden."""
     first, count = (0, None) if part is None else (part.first, part.count)
     edits = [

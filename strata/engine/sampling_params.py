@@ -43,8 +43,8 @@ RANGES: Mapping[str, Range] = MappingProxyType(
     }
 )
 # What is closer to 0 than these has the effect of 0: the likeliest token. The quotients would leave float32.
-LEAST_TEMPERATURE = 1e-4
-LEAST_TOP_P = 1e-6
+MIN_TEMPERATURE = 1e-4
+MIN_TOP_P = 1e-6
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,10 @@ class SamplingParams:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(given := self.structured_outputs, StructuredOutputsParams | None):
             raise ValueError(f"structured_outputs must be StructuredOutputsParams or None, got {given!r}")
-        if self.temperature < LEAST_TEMPERATURE:
+        if self.temperature < MIN_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
-        if self.top_p < LEAST_TOP_P:
-            object.__setattr__(self, "top_p", LEAST_TOP_P)
+        if self.top_p < MIN_TOP_P:
+            object.__setattr__(self, "top_p", MIN_TOP_P)
 
     def over(self, **given: Any) -> SamplingParams:
         """These as defaults below what a request gives. Where it gives no min_tokens, its max_tokens bounds them."""

@@ -10,12 +10,12 @@ from strata.comm.mesh import Axis
 from strata.cost.evidence import evidence_of
 from strata.cost.linear import linear, linear_floor
 from strata.cost.step_model import StepModel, dtype_name
-from strata.cost.step_times import LINK, MESSAGE_SECONDS, DivisionTimes, StepTimes
+from strata.cost.step_times import LINK, MESSAGE_SECONDS, ShardingTimes, StepTimes
 from strata.engine.engine_config import EngineConfig
 from strata.engine.program.meta_model import MetaModel
 from strata.engine.program.sizes import LIBRARY_KEYS
-from strata.engine.ranks.token_division import TokenDivision
-from strata.engine.scheduling.room import StepTarget
+from strata.engine.ranks.prefill_context_parallel import TokenSharding
+from strata.engine.scheduling.prompt_budget import StepTarget
 from strata.engine.watch.step_shares import StepShares
 from strata.hardware.figures import Device
 from strata.hardware.links import known_link
@@ -24,7 +24,7 @@ from strata.hardware.probe.report import kept, newest
 from strata.hardware.specs import recognize
 
 
-def step_times(model: MetaModel, product: str, recorded: int) -> StepTimes | None:
+def step_times(model: MetaModel, product: str, captured: int) -> StepTimes | None:
     """How long steps take on a device by the name that its driver reports; None where its peaks are not known.
 
     recorded: tokens of the largest step with prompts that a CUDA graph holds.
@@ -41,7 +41,7 @@ def step_times(model: MetaModel, product: str, recorded: int) -> StepTimes | Non
         found = evidence_of(device, must_read=False)
         exact = StepModel(undivided, device, needs_link=False, evidence=found)
         sizes = model.sizes
-        return linear(exact, sizes.max_tokens, sizes.max_sequences, sizes.max_length, recorded, overlapped)
+        return linear(exact, sizes.max_tokens, sizes.max_sequences, sizes.max_length, captured, overlapped)
     except ValueError:  # no peak is recorded for the dtype
         return None
 
@@ -54,7 +54,7 @@ def step_target(
     if times is None or asked.tpot_target_ms is None:
         return None
     seconds = asked.tpot_target_ms / 1e3 / asked.pipeline_parallel_size  # stages are alike, and a token passes them all
-    library = min((size.tokens for size in sizes if size.prompts is not None and not size.fresh), default=None)
+    library = min((size.tokens for size in sizes if size.prompts is not None and not size.pure_prefill), default=None)
     padded = None if library is None else (LIBRARY_KEYS, library)
     return StepTarget(seconds, times, tuple(tokens), asked.ttft_target_ms / 1e3, padded)
 
@@ -84,19 +84,19 @@ def known_here(product: str) -> Device | None:
     return recognize(product)
 
 
-def token_division(model: MetaModel, context: Axis, kind: str, product: str | None) -> TokenDivision:
+def token_sharding(model: MetaModel, context: Axis, kind: str, product: str | None) -> TokenSharding:
     """How the ranks along `context` divide the tokens of steps, and which. kind: of the device, "cuda" or "cpu";
     product: what runs the own kernels, None: nothing does."""
-    division = TokenDivision.on(kind, context.size, context.index)
+    division = TokenSharding.on(kind, context.size, context.index)
     if product is None:
         return division
     shape, sizes = model.sizes.pool, model.sizes
-    found, known = step_times(model, product, sizes.recorded.max_tokens), recognize(product)
+    found, known = step_times(model, product, sizes.captured.max_tokens), recognize(product)
     link = known_link(known) if known is not None else None
     if found is None or link is None:
         return division
     token = shape.page_bytes // shape.page_size // shape.layers
     message, way = link.seconds(context.size - 1, 0) + MESSAGE_SECONDS, token / (link.bandwidth * LINK)
-    most = max(sizes.recorded.divided_tokens, default=0)
-    times = DivisionTimes(context.size, division.least, shape.layers * message, shape.layers * way, most)
+    most = max(sizes.captured.sharded_tokens, default=0)
+    times = ShardingTimes(context.size, division.min_tokens, shape.layers * message, shape.layers * way, most)
     return replace(division, times=replace(found, division=times))

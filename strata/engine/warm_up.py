@@ -17,7 +17,7 @@ from strata.engine.scheduling.rank_schedulers import RankPages
 # Lengths of prompts that fill a step and more, and of prompts that sum up to no round number, for which kernels are
 # compiled apart.
 _PROMPTS: tuple[tuple[int, ...], ...] = ((1024, 512, *(700,) * 10), (*(700,) * 7, 101))
-# How many sequences decode beside a prompt that no recorded step holds, for its length or because it is scored: kernels
+# How many sequences decode beside a prompt that no captured step holds, for its length or because it is scored: kernels
 # have tiles for numbers of rows.
 _DECODING = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SHORT = 8
@@ -32,14 +32,14 @@ def warm_up(
     loop: EngineLoop,
     pages: PageAllocator | RankPages,
     vocab_size: int,
-    max_recorded_tokens: int,
+    max_captured_tokens: int,
     kernels_are_ready: bool = False,
 ) -> None:
     """Run prompts as callers would send them, and forget all that would tell of them: pages and statistics.
 
     On a fresh machine it takes seconds, on one with compiled kernels on its disk tenths of one.
 
-    max_recorded_tokens: of the largest steps that replay a CUDA graph; 0 if none does.
+    max_captured_tokens: of the largest steps that replay a CUDA graph; 0 if none does.
     kernels_are_ready: all variants of own kernels; steps that differ in nothing else are left out.
     """
     scheduler = loop.scheduler
@@ -49,10 +49,10 @@ def warm_up(
     if not outputs:  # no request fits
         return
     longest = min(room - outputs, config.max_tokens)
-    whole, rest = divmod(min(max_recorded_tokens + 1, config.max_tokens), longest)
-    unrecorded = (*(longest,) * whole, *(rest,) * (rest > 0))  # prompts of more tokens than a recorded step has
-    if kernels_are_ready and max_recorded_tokens >= config.max_tokens:  # there is no such step
-        unrecorded = ()
+    whole, rest = divmod(min(max_captured_tokens + 1, config.max_tokens), longest)
+    uncaptured = (*(longest,) * whole, *(rest,) * (rest > 0))  # prompts of more tokens than a captured step has
+    if kernels_are_ready and max_captured_tokens >= config.max_tokens:  # there is no such step
+        uncaptured = ()
     numbers = itertools.count()
 
     def add(lengths: Sequence[int], **sampling: Any) -> None:
@@ -71,12 +71,12 @@ def warm_up(
         add(lengths)
         drain()
     for sampling in _SAMPLING:
-        for lengths in ((_SHORT,), unrecorded):
+        for lengths in ((_SHORT,), uncaptured):
             add(lengths, **sampling)
             drain()
     eager: list[tuple[tuple[int, ...], dict[str, Any]]] = [((_SHORT,), _SCORED)]
-    if max_recorded_tokens < config.max_tokens:
-        eager.append((unrecorded, {}))
+    if max_captured_tokens < config.max_tokens:
+        eager.append((uncaptured, {}))
     for count in () if kernels_are_ready else _DECODING:
         for lengths, sampling in eager:
             if count < config.max_sequences:

@@ -10,9 +10,9 @@ from torch import fx
 
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along
-from strata.graph.capture import operation_of
 from strata.graph.deferred import make_code
-from strata.kernels.op import has_packed
+from strata.graph.trace import operation_of
+from strata.kernels.op import has_quantized
 
 NO_AXES: Mapping[str, Axis | Along] = MappingProxyType({})
 
@@ -34,7 +34,7 @@ def bind(
         operation = operation_of(node)
         if operation is None:
             continue
-        bound = operation.bind(device, deterministic=deterministic, packed=has_packed(node.args))
+        bound = operation.bind(device, deterministic=deterministic, packed=has_quantized(node.args))
         if not bound.candidates:
             kind = "batch-invariant " if deterministic else ""
             raise NotImplementedError(f"operation {operation.name} has no {kind}implementation for {device}")

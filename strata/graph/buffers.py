@@ -46,9 +46,9 @@ class BufferPlan:
 
     def alive(self, place: int) -> int:
         """Bytes while the node at a place runs."""
-        return self.scratch.get(place, 0) + sum(one.nbytes for one in self.held(place))
+        return self.scratch.get(place, 0) + sum(one.nbytes for one in self.live_at(place))
 
-    def held(self, place: int) -> list[Buffer]:
+    def live_at(self, place: int) -> list[Buffer]:
         """The buffers that are alive there."""
         return [one for one in self.buffers if one.first <= place <= one.last]
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from strata.graph.capture import operation_of
-from strata.kernels.op import has_packed
+from strata.graph.trace import operation_of
+from strata.kernels.op import has_quantized
 from strata.kernels.state.groups import of_group
 
 
@@ -121,4 +121,4 @@ def _is_compiled(node: fx.Node) -> bool:
     if operation is None:
         return True
     stays = operation.mutates or operation.reads_state or operation.collective or operation.mixture
-    return not stays and not has_packed(node.args)
+    return not stays and not has_quantized(node.args)

@@ -1,4 +1,4 @@
-"""Two captured graphs become one that computes them one after the other; one is copied."""
+"""Two traced graphs become one that computes them one after the other; one is copied."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def compose(graph: fx.GraphModule, head: fx.GraphModule) -> fx.GraphModule:
     """One graph that calls `head` with the result of `graph`, so that passes see across the seam between them.
 
     graph: Batch to hidden [tokens, hidden]; head: hidden to logits; both captured from one model (`capture`,
-    `capture_head`) and neither merged nor bound. The result maps a Batch to logits of all its tokens, which are those
+    `trace_head`) and neither merged nor bound. The result maps a Batch to logits of all its tokens, which are those
     that are wanted in a decode step. Both stay as they are and share their parameters with it; what both fetch, like a
     tied embedding, it fetches once.
     """

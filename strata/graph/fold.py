@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from strata.graph.capture import operation_of
 from strata.graph.match import Call, Hole, find
 from strata.graph.passes import ALL_PASSES
 from strata.graph.rewrite import fetch, finished, insert_before, replace, value_of
+from strata.graph.trace import operation_of
 from strata.kernels.linear.linear import linear
 from strata.kernels.norm.norm import rms_norm
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import fx
 
-from strata.graph.capture import operation_of
 from strata.graph.match import Call, Hole, Match, find, match
 from strata.graph.passes import ALL_PASSES
 from strata.graph.rewrite import finished, insert_after, insert_before, joined, replace
+from strata.graph.trace import operation_of
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.decode import decode_attention

@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from strata.graph.rewrite import finished, insert_before, joined, replace, value_of
-from strata.kernels.activation.rounded_silu_mul import silu_mul_round
+from strata.kernels.activation.quantized_silu_mul import silu_mul_round
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.linear.linear import linear
-from strata.kernels.linear.rounded_linear import rounded_linear
+from strata.kernels.linear.quantized_linear import quantized_linear
 from strata.kernels.norm.norm import (
     add_rms_norm,
     add_rms_norm_round,
@@ -23,7 +23,7 @@ from strata.kernels.norm.norm import (
     wide_rms_norm_round,
 )
 from strata.kernels.op import Operation
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.quant.quantized import QuantizedWeight
 
 # Kind, columns, and the scale that was found ahead: see `round_rows`.
 _Rounding = tuple[str, int, float | None]
@@ -48,7 +48,7 @@ _FUSIONS = {
 
 
 def fuse_rounding(
-    graph: fx.GraphModule, dtype: torch.dtype, multiplies: Callable[[PackedWeight], bool]
+    graph: fx.GraphModule, dtype: torch.dtype, multiplies: Callable[[QuantizedWeight], bool]
 ) -> fx.GraphModule:
     """Let norms and `silu_mul` round the rows that `linear` would round, in place, in a graph that `fuse` has gone over
     and that is not bound; returns `graph`.
@@ -56,7 +56,7 @@ def fuse_rounding(
     - `rms_norm`, `wide_rms_norm` or `add_rms_norm` becomes `rms_norm_round`, `wide_rms_norm_round` or
       `add_rms_norm_round`; those that read its rows otherwise read them as they are.
     - `silu_mul` that products alone read becomes `silu_mul_round`.
-    - The products become `rounded_linear`.
+    - The products become `quantized_linear`.
 
     dtype: of the activations. multiplies: whether products round many rows for this weight. Results have the same bits.
     Left alone is what `gather_after_attention` computes for few rows.
@@ -89,7 +89,7 @@ def _rows_of(node: fx.Node, fusion: _Fusion) -> list[fx.Node]:
 
 
 def _readers(
-    graph: fx.GraphModule, node: fx.Node, fusion: _Fusion, multiplies: Callable[[PackedWeight], bool]
+    graph: fx.GraphModule, node: fx.Node, fusion: _Fusion, multiplies: Callable[[QuantizedWeight], bool]
 ) -> tuple[_Rounding | None, list[fx.Node]]:
     """How products round the rows of a node, and all that do it as the first of them."""
     found: list[fx.Node] = []
@@ -97,7 +97,7 @@ def _readers(
     for rows in _rows_of(node, fusion):
         for user in rows.users:
             weight = user.args[1] if user.target is linear else None
-            if not isinstance(weight, PackedWeight) or user.args[0] is not rows:
+            if not isinstance(weight, QuantizedWeight) or user.args[0] is not rows:
                 continue
             columns = weight.columns if weight.activations == "block" else 0
             rounding = weight.kind, columns, weight.input_scale
@@ -107,7 +107,7 @@ def _readers(
     return first, found
 
 
-def _held(graph: fx.GraphModule, weight: PackedWeight) -> PackedWeight:
+def _held(graph: fx.GraphModule, weight: QuantizedWeight) -> QuantizedWeight:
     """The weight that the nodes of one fetch."""
     fetched = {name: one for name, one in weight._asdict().items() if isinstance(one, fx.Node)}
     return weight.with_tensors({name: value_of(graph, one) for name, one in fetched.items()})
@@ -127,7 +127,7 @@ def _fuse(node: fx.Node, fusion: _Fusion, rounding: _Rounding, readers: list[fx.
     kept = insert_before(node, getitem, fused, count, of=fused) if keeps else None
     for reader in readers:
         _, weight, bias = (*reader.args, None)[:3]
-        replace(reader, insert_before(reader, rounded_linear, values, scales, weight, bias, dtype))
+        replace(reader, insert_before(reader, quantized_linear, values, scales, weight, bias, dtype))
     # What still reads the node reads what the fused one returns.
     for item in [node] if fusion.row is None else list(node.users):
         read = kept if fusion.row in (None, item.args[1]) else others[0]

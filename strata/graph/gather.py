@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from strata.comm.experts.rows import dispatch_rows
-from strata.graph.capture import operation_of, reads_state
 from strata.graph.rewrite import insert_before
+from strata.graph.trace import operation_of, reads_state
 
 # What is no operation, and treats each token alone as the model layers call it.
 ROWWISE: set[Any] = {operator.add, getitem, "flatten", "unflatten", "split_with_sizes", "to"}

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from strata.graph.rewrite import insert_after, insert_before, meta_of, replace, value_of
 from strata.kernels.fused import storage_of
 from strata.kernels.linear.linear import linear
-from strata.kernels.quant.packed import PackedWeight, shared_input_scale
+from strata.kernels.quant.quantized import QuantizedWeight, shared_input_scale
 
 
 def merge(graph: fx.GraphModule) -> fx.GraphModule:
@@ -47,11 +47,11 @@ def merge(graph: fx.GraphModule) -> fx.GraphModule:
     return graph
 
 
-def _arguments(node: fx.Node) -> tuple[fx.Node, fx.Node | PackedWeight, fx.Node | None]:
+def _arguments(node: fx.Node) -> tuple[fx.Node, fx.Node | QuantizedWeight, fx.Node | None]:
     x, weight, *rest = node.args
     bias = rest[0] if rest else None
     assert isinstance(x, fx.Node)
-    assert isinstance(weight, fx.Node | PackedWeight)
+    assert isinstance(weight, fx.Node | QuantizedWeight)
     assert bias is None or isinstance(bias, fx.Node)
     return x, weight, bias
 
@@ -63,12 +63,12 @@ def _parts(node: fx.Node) -> list[fx.Node]:
     return own if bias is None else [*own, bias]
 
 
-def _with_rows(weight: PackedWeight) -> dict[str, fx.Node]:
+def _with_rows(weight: QuantizedWeight) -> dict[str, fx.Node]:
     """Of a packed weight in a graph: what fetches its tensors, by field, but for the order of its columns."""
     return {name: one for name, one in weight._asdict().items() if isinstance(one, fx.Node) and name != "order"}
 
 
-def _kind(graph: fx.GraphModule, weight: fx.Node | PackedWeight) -> tuple[object, ...]:
+def _kind(graph: fx.GraphModule, weight: fx.Node | QuantizedWeight) -> tuple[object, ...]:
     """What weights have in common that can be merged."""
     if isinstance(weight, fx.Node):
         tensor = value_of(graph, weight)
@@ -87,7 +87,7 @@ def _kind(graph: fx.GraphModule, weight: fx.Node | PackedWeight) -> tuple[object
 
 def _mergeable(graph: fx.GraphModule, node: fx.Node, aliased: set[str]) -> bool:
     _, weight, _ = _arguments(node)
-    if isinstance(weight, PackedWeight) and weight.rows != 1 and not _has_whole_blocks(graph, weight):
+    if isinstance(weight, QuantizedWeight) and weight.rows != 1 and not _has_whole_blocks(graph, weight):
         return False
     return all(
         used.op == "get_attr"
@@ -95,12 +95,12 @@ def _mergeable(graph: fx.GraphModule, node: fx.Node, aliased: set[str]) -> bool:
         and len(used.users) == 1
         and used.target not in aliased
         and value_of(graph, used).is_contiguous()
-        and (isinstance(weight, PackedWeight) or len(used.meta["parameters"]) == 1)
+        and (isinstance(weight, QuantizedWeight) or len(used.meta["parameters"]) == 1)
         for used in _parts(node)
     )
 
 
-def _has_whole_blocks(graph: fx.GraphModule, weight: PackedWeight) -> bool:
+def _has_whole_blocks(graph: fx.GraphModule, weight: QuantizedWeight) -> bool:
     """Whether no block of rows with one scale is cut off at the end, so that other rows can follow."""
     values = weight.values
     assert isinstance(values, fx.Node)
@@ -153,13 +153,13 @@ def _merge_group(graph: fx.GraphModule, group: Sequence[fx.Node]) -> None:
 
 
 def _merged_weight(
-    graph: fx.GraphModule, weights: Sequence[fx.Node | PackedWeight], meta: dict[str, object]
-) -> fx.Node | PackedWeight:
+    graph: fx.GraphModule, weights: Sequence[fx.Node | QuantizedWeight], meta: dict[str, object]
+) -> fx.Node | QuantizedWeight:
     """What fetches the rows of all weights as one."""
     plain = [weight for weight in weights if isinstance(weight, fx.Node)]
     if plain:
         return _merged(graph, plain, meta)
-    packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
+    packed = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
     fields = [_with_rows(weight) for weight in packed]
     merged = {name: _merged(graph, [field[name] for field in fields], meta) for name in fields[0]}
     return packed[0].with_tensors(merged)._replace(input_scale=shared_input_scale(packed))

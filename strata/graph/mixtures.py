@@ -7,8 +7,8 @@ from torch import Tensor, fx
 
 from strata.comm.experts.rows import dispatch_rows
 from strata.comm.operations import Along
-from strata.graph.capture import operation_of
 from strata.graph.rewrite import fetch, insert_after, insert_before
+from strata.graph.trace import operation_of
 from strata.kernels.moe.count import count_choices
 from strata.kernels.moe.experts import experts, local_experts
 from strata.kernels.op import Operation
@@ -19,7 +19,7 @@ _CHOSEN, _PLACEMENT, _SLOT_MAPPING = 2, 7, 8
 
 
 def count_experts(graph: fx.GraphModule, totals: Tensor) -> fx.GraphModule:
-    """Let every mixture add its choices to `totals`, in place, in a captured graph that is not bound; returns `graph`.
+    """Let every mixture add its choices to `totals`, in place, in a traced graph that is not bound; returns `graph`.
 
     totals: [layers, experts] int64 on the device that runs the graph; all graphs of a model may share it. The graph's
     argument is a Batch with pages, whose slot mapping tells padding from tokens, if a mixture has none of its own
@@ -40,7 +40,7 @@ def count_experts(graph: fx.GraphModule, totals: Tensor) -> fx.GraphModule:
 
 
 def leave_out_padding(graph: fx.GraphModule, along: Along) -> fx.GraphModule:
-    """Let every `local_experts` know which rows of which rank are padding, in a captured graph that is not bound; in
+    """Let every `local_experts` know which rows of which rank are padding, in a traced graph that is not bound; in
     place, returns `graph`.
 
     The graph's argument is a Batch with pages, whose slot mapping tells: it travels once, for all layers.

@@ -31,7 +31,7 @@ PASSES = (
     Pass("fuse_decode_attention", False, "decodes", "those and attention become one"),
     Pass("fuse_messages", False, "of ranks", "sums over ranks take up norms"),
     Pass("fuse_products", False, "few decodes", "products take up norms, sums, gates"),
-    Pass("fuse_sent_products", True, "few decodes", "products send what ranks add up"),
+    Pass("fuse_gemm_all_reduce", True, "few decodes", "products send what ranks add up"),
     Pass("fuse_rounding", True, "many rows", "norms and gates round to 8 bits"),
     Pass("fuse_gated_products", False, "prompts", "a product takes up its gate"),
 )

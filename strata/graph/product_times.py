@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from torch import Tensor, fx
 
-from strata.graph.capture import operation_of
+from strata.graph.trace import operation_of
 from strata.kernels import tuned
 
 # A norm or a gating between two products, 64 to 256 rows of the 0.6B and the 8B shape on an H200: 2.0 to 3.9 us.

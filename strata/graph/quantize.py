@@ -1,4 +1,4 @@
-"""Weights of a captured graph give way to packed ones."""
+"""Weights of a traced graph give way to packed ones."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from strata.graph.capture import operation_of
 from strata.graph.rewrite import fetch
-from strata.kernels.quant.packed import PackedWeight
+from strata.graph.trace import operation_of
+from strata.kernels.quant.quantized import QuantizedWeight
 
 
-def quantize(graph: fx.GraphModule, packed: Mapping[str, PackedWeight]) -> fx.GraphModule:
+def quantize(graph: fx.GraphModule, packed: Mapping[str, QuantizedWeight]) -> fx.GraphModule:
     """Let products multiply by the packed weights of these parameters, in place; returns `graph`.
 
     graph: captured, and not merged yet. packed: by the parameter that each stands for, of its shape; those that the
@@ -51,7 +51,7 @@ def _reads_weight(user: fx.Node, weight: fx.Node) -> bool:
     return bool(read) and all(place in places for place in read)
 
 
-def _replace(graph: fx.GraphModule, node: fx.Node, weight: PackedWeight) -> None:
+def _replace(graph: fx.GraphModule, node: fx.Node, weight: QuantizedWeight) -> None:
     parameter = graph.get_parameter(str(node.target))
     if weight.shape != parameter.shape:
         raise ValueError(f"{node.target} is {list(parameter.shape)}, and was packed as {list(weight.shape)}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from strata.graph.capture import must_stay
+from strata.graph.trace import must_stay
 
 
 def meta_of(node: fx.Node, module: str | None = None) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from strata.graph.capture import operation_of
 from strata.graph.rewrite import insert_before, replace
+from strata.graph.trace import operation_of
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.decodes import page_sparse_attention

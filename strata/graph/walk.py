@@ -11,21 +11,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from strata.graph.capture import operation_of
-from strata.graph.ranks.row_parts import row_part
+from strata.graph.ranks.row_split import row_half
+from strata.graph.trace import operation_of
 from strata.hardware.roofline import Workload
 from strata.kernels.device_limits import DeviceLimits, as_if_on
 from strata.kernels.op import Operation
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.quant.quantized import QuantizedWeight
+from strata.kernels.state.dcp_shard import ALL_KEYS, DcpShard
 from strata.kernels.state.groups import of_group
-from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.torch_functions import TORCH_FUNCTIONS
 
 # Values that are what they say.
 _PLAIN = (int, float, str, torch.dtype, type(None))
 # They only change how the same memory is looked at.
-_VIEWS = {getattr, operator.getitem, "split_with_sizes", "narrow", "unflatten", "flatten", row_part, of_group}
+_VIEWS = {getattr, operator.getitem, "split_with_sizes", "narrow", "unflatten", "flatten", row_half, of_group}
 
 
 class Called(NamedTuple):
@@ -42,7 +42,7 @@ class Called(NamedTuple):
 
 
 def walk(graph: fx.GraphModule, argument: Any, *, shares: bool = False) -> Iterator[Called]:
-    """Run a captured graph (merged and bound or not) on shapes.
+    """Run a traced graph (merged and bound or not) on shapes.
 
     argument: what it is called with, its tensors on the meta device; a plain tuple holds several. shares: nodes
     that are alike, as those of most layers are, return the same value, so that it is made once. Raises
@@ -81,7 +81,7 @@ def _shape_of(value: Any) -> Hashable:
     """What tells arguments on the meta device apart: of objects that hold tensors, which object it is."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
-    if isinstance(value, PackedWeight):
+    if isinstance(value, QuantizedWeight):
         return value.scheme, *((name, _shape_of(tensor)) for name, tensor in value.tensors.items())
     if isinstance(value, tuple | list):
         return type(value), *map(_shape_of, value)
@@ -107,7 +107,7 @@ def meta_pages(
     dtype: torch.dtype,
     page_size: int = 16,
     rounded: torch.dtype | None = None,
-    kept: KeptKeys = ALL_KEYS,
+    kept: DcpShard = ALL_KEYS,
 ) -> PagedKV:
     """KV pages on the meta device that hold the sequences of a workload. rounded, kept: as `PoolShape` has them."""
     most = max(-(-length // (page_size * kept.ranks)) for length in workload.total)
@@ -137,6 +137,6 @@ def placed_arguments(limits: DeviceLimits, args: tuple[Any, ...]) -> list[Any]:
 
 
 def _as_if_on(limits: DeviceLimits, argument: Any) -> Any:
-    if isinstance(argument, PackedWeight):
+    if isinstance(argument, QuantizedWeight):
         return argument.with_tensors({name: as_if_on(limits, tensor) for name, tensor in argument.tensors.items()})
     return as_if_on(limits, argument) if isinstance(argument, Tensor) else argument

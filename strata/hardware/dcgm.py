@@ -18,7 +18,7 @@ _UUID = 54
 FIELDS = {1002: "SMs active", 1003: "warps resident", 1004: "tensor cores active", 1005: "memory active"}
 _AUTOMATIC = 1  # DCGM's own thread updates what is watched
 _ALL_GPUS = 0  # a group's kind
-_MOST_GPUS = 32
+_MAX_GPUS = 32
 _INTERVAL_MICROSECONDS, _KEPT_SECONDS = 100_000, 5.0
 _BLANK = float(1 << 47)  # and above: no value
 
@@ -77,7 +77,7 @@ def _watched(library: Any, handle: ctypes.c_size_t, uuid: str | None) -> Reader 
     group, fields = ctypes.c_size_t(), ctypes.c_size_t()
     wanted = (ctypes.c_ushort * (1 + len(FIELDS)))(_UUID, *FIELDS)
     often = ctypes.c_longlong(_INTERVAL_MICROSECONDS), ctypes.c_double(_KEPT_SECONDS), 0
-    count, numbers = ctypes.c_int(), (ctypes.c_uint * _MOST_GPUS)()
+    count, numbers = ctypes.c_int(), (ctypes.c_uint * _MAX_GPUS)()
     for function, *given in (
         (library.dcgmGroupCreate, _ALL_GPUS, b"strata", ctypes.byref(group)),
         (library.dcgmFieldGroupCreate, len(wanted), wanted, b"strata", ctypes.byref(fields)),

@@ -44,7 +44,7 @@ class Figure:
     direction: "read + written" (bytes moved either way), or "each" (of the two directions of a link).
     measured: reached by a benchmark on the device, or told by its driver; otherwise promised by the maker.
     url: of the source; None of what was measured here.
-    borrowed: measured on another device and moved to this one (`strata.cost.loan`).
+    borrowed: measured on another device and moved to this one (`strata.cost.extrapolated_device`).
     """
 
     quantity: str

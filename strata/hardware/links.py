@@ -34,7 +34,7 @@ class Link:
             return 0.0
         return self.start + self.latency * messages + sent / self.bandwidth
 
-    def least_seconds(self, messages: int, sent: int) -> float:
+    def min_seconds(self, messages: int, sent: int) -> float:
         """The floor of messages alone, as of kernels in a CUDA graph, which start without the host."""
         shortest = self.latency if self.shortest is None else self.shortest
         return shortest * messages + sent / (self.fastest or self.bandwidth)

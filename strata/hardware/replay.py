@@ -39,14 +39,14 @@ def copies_beyond_l2(nbytes: int) -> int:
 
 
 def time_replayed(calls: Sequence[Callable[[], object]], *, repeats: int = 9, estimate: float = 0.0) -> Timing:
-    """Seconds of one call: all calls in turn, recorded in a CUDA graph, over replays of it.
+    """Seconds of one call: all calls in turn, captured in a CUDA graph, over replays of it.
 
-    estimate: about what a call takes, in seconds; short calls are recorded several times over. Every call runs once
-    before, on the stream that records.
+    estimate: about what a call takes, in seconds; short calls are captured several times over. Every call runs once
+    before, on the stream that captures.
     """
     count = max(len(calls), min(_MAX_CALLS, int(_GRAPH_SECONDS / max(estimate, 1e-6))))
-    recorded = list(islice(cycle(calls), count))
-    # Without the context manager of torch.cuda.graph, which collects garbage for each of hundreds of recordings.
+    captured = list(islice(cycle(calls), count))
+    # Without the context manager of torch.cuda.graph, which collects garbage for each of hundreds of CUDA graphs.
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -55,7 +55,7 @@ def time_replayed(calls: Sequence[Callable[[], object]], *, repeats: int = 9, es
         stream.synchronize()
         graph.capture_begin(capture_error_mode="thread_local")  # a thread of NCCL's asks for events meanwhile
         try:
-            for call in recorded:
+            for call in captured:
                 call()
         finally:
             graph.capture_end()

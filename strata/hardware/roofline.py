@@ -34,7 +34,7 @@ class Cost:
         return self.read + self.written
 
     @property
-    def least(self) -> Cost:
+    def in_step(self) -> Cost:
         """What is left in a step whose activations stay on the chip: weights, cached keys and values, messages."""
         return replace(self, read=self.weights + self.cached, written=0)
 
@@ -88,7 +88,7 @@ def floor(cost: Cost, device: Device, dtype: str, link: Link | None = None) -> F
     Rates are measured where the database has them. Raises ValueError if it has none for `dtype`.
     """
     compute = device.ceiling("compute", dtype).value
-    communication = 0.0 if link is None else link.least_seconds(cost.messages, cost.sent)
+    communication = 0.0 if link is None else link.min_seconds(cost.messages, cost.sent)
     return Floor(cost.flops / compute, cost.bytes / device.ceiling("bandwidth").value, communication)
 
 

@@ -30,7 +30,7 @@ def first_fitting(
     ways: Sequence[tuple[Callable[..., bool] | None, Candidate]], given: tuple[Any, ...]
 ) -> Candidate | None:
     """Of candidates in order of preference, each behind what tells whether it can run a call, the first that can; None
-    if none can. given: see `Operation.given`."""
+    if none can. given: see `Operation.call_args`."""
     for supports, candidate in ways:
         if supports is None or supports(*given):
             return candidate

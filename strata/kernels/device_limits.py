@@ -15,7 +15,7 @@ from strata.hardware.figures import Device
 from strata.kernels.triton_import import HAS_TRITON
 
 # Ampere: the first with bfloat16 products and asynchronous copies.
-LEAST_CAPABILITY = (8, 0)
+MIN_CAPABILITY = (8, 0)
 # What the tiles may take of a multiprocessor: all that Hopper has. tests/kernels/test_compile.py holds them to it.
 SHARED_BYTES = 227 * 1024
 
@@ -100,8 +100,8 @@ def why_not(limits: DeviceLimits, has_triton: bool = HAS_TRITON) -> str | None:
     """Why the own kernels cannot run on a CUDA device, in one line; None if they can."""
     if not has_triton:
         return "Triton is not installed"
-    if limits.capability < LEAST_CAPABILITY:
-        had, wanted = (".".join(map(str, version)) for version in (limits.capability, LEAST_CAPABILITY))
+    if limits.capability < MIN_CAPABILITY:
+        had, wanted = (".".join(map(str, version)) for version in (limits.capability, MIN_CAPABILITY))
         return f"{limits.product} has compute capability {had}, and the kernels need {wanted}"
     if limits.shared_bytes < SHARED_BYTES:
         return (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.op import Operation, operation
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.quant.quantized import QuantizedWeight
 
 Run = Callable[..., Any]
 Composition = Callable[..., Any]
@@ -54,7 +54,7 @@ def fused(
 
 
 def _on_meta(argument: Any) -> Any:
-    return argument.to("meta") if isinstance(argument, Tensor | PackedWeight) else argument
+    return argument.to("meta") if isinstance(argument, Tensor | QuantizedWeight) else argument
 
 
 class _Costs:

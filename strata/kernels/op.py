@@ -23,7 +23,7 @@ from torch.fx import Proxy
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.choose import first_fitting
 from strata.kernels.device_limits import implementations_for
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.quant.quantized import QuantizedWeight
 from strata.kernels.triton_import import HAS_TRITON
 
 # Instead of the names of a library's kernels, which are for it to choose; one may stand for several in a row.
@@ -56,7 +56,7 @@ class Implementation:
 
     def launches(self, *given: Any) -> tuple[str, ...]:
         """The names of the kernels that a call makes it launch, as a profiler shows them, or of libraries. given: what
-        `Operation.given` makes of its arguments."""
+        `Operation.call_args` makes of its arguments."""
         kernels = self.kernels if isinstance(self.kernels, tuple) else self.kernels(*given)
         return tuple(kernel if isinstance(kernel, str) else kernel.__name__ for kernel in kernels)
 
@@ -118,7 +118,7 @@ class Operation:
     def __name__(self) -> str:  # torch.fx names nodes after it
         return self.name
 
-    def given(self, *args: Any) -> tuple[Any, ...]:
+    def call_args(self, *args: Any) -> tuple[Any, ...]:
         """What the functions of its implementations are called with: its operands as one value, or the arguments."""
         return args if self.operands is None else (self.operands(*args),)
 
@@ -174,13 +174,13 @@ class Operation:
         assert composition is not None
 
         def run_part(part: Operation, *args: Any) -> Any:
-            return part.bind(device, packed=has_packed(args))(*args)
+            return part.bind(device, packed=has_quantized(args))(*args)
 
         def kernels(*given: Any) -> tuple[str, ...]:
             found: list[str] = []
 
             def note(part: Operation, *args: Any) -> Any:
-                found.extend(part.bind(device, packed=has_packed(args)).launches(*args))
+                found.extend(part.bind(device, packed=has_quantized(args)).launches(*args))
                 return part.meta(*args)
 
             composition(note, *given)
@@ -235,7 +235,7 @@ class Operation:
             if isinstance(argument, Tensor):
                 first = argument if first is None else first
                 differentiable = differentiable or (records and argument.requires_grad)
-            elif isinstance(argument, PackedWeight):
+            elif isinstance(argument, QuantizedWeight):
                 packed = True
             elif isinstance(argument, Proxy):
                 return argument.tracer.create_proxy("call_function", self, args, {})
@@ -268,7 +268,7 @@ class Bound:
 
     def choose(self, *args: Any) -> Implementation:
         """The implementation that runs these arguments. Raises NotImplementedError if none can."""
-        return self._fitting(self.operation.given(*args))
+        return self._fitting(self.operation.call_args(*args))
 
     def _fitting(self, given: tuple[Any, ...]) -> Implementation:
         found = first_fitting(self._ways, given)
@@ -281,25 +281,25 @@ class Bound:
 
     def launches(self, *args: Any) -> tuple[str, ...]:
         """The kernels that these arguments launch; see `Implementation.launches`."""
-        given = self.operation.given(*args)
+        given = self.operation.call_args(*args)
         return self._fitting(given).launches(*given)
 
     def scratch(self, *args: Any) -> int:
         """Bytes that these arguments make it hold while it runs; see `Implementation.scratch`."""
-        given = self.operation.given(*args)
+        given = self.operation.call_args(*args)
         tell = self._fitting(given).scratch
         return 0 if tell is None else tell(*given)
 
     def __call__(self, *args: Any) -> Any:
         given = args
         if self._count is not None:
-            given = (self._make(args),) if len(args) == self._count else self.operation.given(*args)
+            given = (self._make(args),) if len(args) == self._count else self.operation.call_args(*args)
         return (first_fitting(self._ways, given) or self._fitting(given)).run(*given)
 
 
-def has_packed(arguments: Iterable[Any]) -> bool:
+def has_quantized(arguments: Iterable[Any]) -> bool:
     """Whether a weight among the arguments of a call is packed."""
-    return any(isinstance(argument, PackedWeight) for argument in arguments)
+    return any(isinstance(argument, QuantizedWeight) for argument in arguments)
 
 
 OPERATIONS: dict[str, Operation] = {}

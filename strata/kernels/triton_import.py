@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from strata.kernels.cached_launch import HOLDS, CachedKernel
 from strata.kernels.compiling.cache_key import OrderlessKernel
-from strata.kernels.held_launch import HOLDS, HeldKernel
 
 try:
     import triton
@@ -41,7 +41,7 @@ def jit(kernel: Callable[..., Any], *, unspecialized: tuple[str, ...] = ()) -> A
     if triton.knobs.runtime.interpret:
         return triton.jit(kernel, do_not_specialize=unspecialized)
     if HOLDS:
-        return HeldKernel(kernel, unspecialized)
+        return CachedKernel(kernel, unspecialized)
     return OrderlessKernel(kernel, do_not_specialize=unspecialized)
 
 

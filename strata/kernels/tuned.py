@@ -34,7 +34,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Choice:
+class TunedChoice:
     """The implementation to take, what it needs to know, and the seconds that it and the library took.
 
     library_seconds: of what the library can do of the call, which for a fused product is the product alone.
@@ -46,7 +46,7 @@ class Choice:
     library_seconds: float
 
 
-Table = Mapping[Key, Choice]
+Table = Mapping[Key, TunedChoice]
 
 
 def row_bucket(rows: int) -> int:
@@ -88,7 +88,7 @@ def read_file(path: Path) -> Table:
         raise ValueError(f"{path} is no table of tuned kernels: it must have the keys device and entries alone")
     if not isinstance(content["entries"], list):
         raise ValueError(f"{path} is no table of tuned kernels: its entries must be a list")
-    table: dict[Key, Choice] = {}
+    table: dict[Key, TunedChoice] = {}
     for number, entry in enumerate(content["entries"]):
         key, choice = _parse(entry, f"entry {number} of {path}")
         if key in table:
@@ -97,12 +97,12 @@ def read_file(path: Path) -> Table:
     return MappingProxyType(table)
 
 
-def _parse(entry: Any, where: str) -> tuple[Key, Choice]:
-    names = [field.name for part in (Key, Choice) for field in fields(part)]
+def _parse(entry: Any, where: str) -> tuple[Key, TunedChoice]:
+    names = [field.name for part in (Key, TunedChoice) for field in fields(part)]
     if not isinstance(entry, dict) or entry.keys() != set(names):
         raise ValueError(f"{where} must have the keys {', '.join(names)} and no others")
     try:
-        key, choice = msgspec.convert(entry, Key), msgspec.convert(entry, Choice)
+        key, choice = msgspec.convert(entry, Key), msgspec.convert(entry, TunedChoice)
     except msgspec.ValidationError as error:
         raise ValueError(f"{where}: {error}") from None
     return key, replace(choice, parameters=MappingProxyType(entry["parameters"]))
@@ -121,6 +121,6 @@ def write(path: Path, product: str, table: Table) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _as_dict(choice: Choice) -> dict[str, Any]:
+def _as_dict(choice: TunedChoice) -> dict[str, Any]:
     values = {field.name: getattr(choice, field.name) for field in fields(choice)}
     return values | {"parameters": dict(choice.parameters)}

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from strata.kernels.attention.spec import Sequences
-from strata.kernels.state.fixed import FixedStates
 from strata.kernels.state.paged import PagedKV
+from strata.kernels.state.recurrent import RecurrentStates
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Batch:
     longest: int
     pages: PagedKV | None = None
     groups: tuple[Sequences, ...] = ()
-    states: FixedStates | None = None
+    states: RecurrentStates | None = None
     tags: Tensor | None = None
 
 

@@ -17,7 +17,7 @@ from strata.models.family.fixed_fields import WITHOUT_EFFECT, take_fixed
 from strata.models.family.latent_config import LatentConfig, read_latent
 from strata.models.family_config import FAMILY_CONFIGS, FamilyConfig, RecurrenceConfig
 from strata.models.layer_config import read_rotated, read_windows
-from strata.models.quantized.method import PACKED_METHODS, take_method
+from strata.models.quantized.method import QUANTIZED_METHODS, take_method
 from strata.models.recurrence.granite_config import Multipliers, read_multipliers
 from strata.models.recurrence.state_space_config import StateSpaceConfig
 from strata.models.rope_config import Ropes, read_ropes, write_ropes
@@ -176,7 +176,7 @@ class ModelConfig:
                 "head_dim": self.head_dim,
                 **write_ropes(self.rope, self.window_rope),
             }
-        return values | family.own_fields(self)
+        return values | family.family_fields(self)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -312,7 +312,7 @@ def _read_packing(fields: Fields, family: FamilyConfig) -> None:
         raise fields.wrong("quantization_config", values, "an object or null")
     packing = Fields(values, f"{fields.where}, quantization_config")
     own = () if family.packed is None else (family.packed,)
-    if take_method(packing, (*own, *PACKED_METHODS)) not in own:
+    if take_method(packing, (*own, *QUANTIZED_METHODS)) not in own:
         return  # the rest is read with the weights
     packing.take("modules_to_not_convert", None)  # the tensors' names tell it
     packing.finish(frozenset())

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from strata.files.fields import Fields
 from strata.kernels.activation.silu_mul import Clamp
-from strata.kernels.moe.route import SOFTMAX, Choice
+from strata.kernels.moe.route import SOFTMAX, ExpertChoice
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ExpertsConfig:
     wide_scores: whether logits are computed in float32.
     shared_size: width of the experts that every token goes to, together; 0: there are none.
     clamp: of gated products within bounds; router and experts have biases then. None: gpt-oss alone has them.
-    held: of a part of a model, the numbers of the experts that it holds, of which the router knows all; None: all.
+    local: of a part of a model, the numbers of the experts that it holds, of which the router knows all; None: all.
     """
 
     count: int
@@ -31,16 +31,16 @@ class ExpertsConfig:
     normalized: bool
     layers: tuple[bool, ...]
     balance_weight: float
-    choice: Choice = SOFTMAX
+    choice: ExpertChoice = SOFTMAX
     biased: bool = False
     wide_scores: bool = False
     shared_size: int = 0
     clamp: Clamp | None = None
-    held: tuple[int, ...] | None = None
+    local: tuple[int, ...] | None = None
 
     @property
-    def held_count(self) -> int:
-        return self.count if self.held is None else len(self.held)
+    def local_count(self) -> int:
+        return self.count if self.local is None else len(self.local)
 
 
 def read_mixtral(fields: Fields, num_layers: int, intermediate_size: int) -> ExpertsConfig:
@@ -99,7 +99,9 @@ def read_deepseek_v2(fields: Fields, num_layers: int, intermediate_size: int) ->
     if method == "greedy":
         for name in ("n_group", "topk_group"):
             fields.count(name, 1)
-    return _read_behind_dense(fields, num_layers, absent, 0.0, Choice("softmax", group_score="max"), normalized=False)
+    return _read_behind_dense(
+        fields, num_layers, absent, 0.0, ExpertChoice("softmax", group_score="max"), normalized=False
+    )
 
 
 class _BehindDense(NamedTuple):
@@ -120,12 +122,12 @@ def _read_sigmoids(fields: Fields, num_layers: int, absent: _BehindDense, balanc
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):  # layers that predict further tokens, which are not read
         fields.count(key, 1, least=0)
     normalized = fields.flag("norm_topk_prob", True)
-    choice = Choice("sigmoid", group_score="top2")
+    choice = ExpertChoice("sigmoid", group_score="top2")
     return replace(_read_behind_dense(fields, num_layers, absent, balance, choice, normalized), biased=True)
 
 
 def _read_behind_dense(
-    fields: Fields, num_layers: int, absent: _BehindDense, balance: float, choice: Choice, normalized: bool
+    fields: Fields, num_layers: int, absent: _BehindDense, balance: float, choice: ExpertChoice, normalized: bool
 ) -> ExpertsConfig:
     """choice: groups and scale follow here."""
     key = absent.also if fields.has(absent.also) else "n_routed_experts"

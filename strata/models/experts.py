@@ -101,9 +101,9 @@ class Experts(nn.Module):
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__()
         width = config.intermediate_size
-        self.is_part, self.held = config.held is not None, config.held or tuple(range(config.count))
-        self.gate_up_proj = nn.Parameter(torch.empty(config.held_count, 2 * width, hidden_size))
-        self.down_proj = nn.Parameter(torch.empty(config.held_count, hidden_size, width))
+        self.is_part, self.local = config.local is not None, config.local or tuple(range(config.count))
+        self.gate_up_proj = nn.Parameter(torch.empty(config.local_count, 2 * width, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(config.local_count, hidden_size, width))
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         return experts(x, weights, chosen, self.gate_up_proj, self.down_proj)
@@ -187,7 +187,7 @@ def stored_views(model: nn.Module, name: str, value: Tensor) -> Iterator[tuple[s
     """`value` of the parameter `name`, or views of it, under the names in a checkpoint."""
     if isinstance(model, SparseCausalLM):
         owner = model.get_submodule(name.rpartition(".")[0])
-        held = owner.held if isinstance(owner, Experts) else range(len(value))
+        held = owner.local if isinstance(owner, Experts) else range(len(value))
         yield from _stored(name, value.detach(), model.expert_names, held)
     else:
         yield stored_name(model, name), value

@@ -113,7 +113,7 @@ class FamilyConfig:
     # Fields of which one value says what this family does anyway, where that is not what all do.
     fixed: Mapping[str, Fixed] = field(default_factory=dict)
 
-    def own_fields(self, config: ModelConfig) -> dict[str, Any]:
+    def family_fields(self, config: ModelConfig) -> dict[str, Any]:
         values: dict[str, Any] = {key: getattr(config, key) for key in self.biases}
         values[self.activation_key] = self.activations[0]
         window = next((window for window in config.windows if window is not None), None)

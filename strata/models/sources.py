@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.quant.quantized import QuantizedWeight
 from strata.models.checkpoint import StoredTensor, shorten
 from strata.models.experts import stored_name, stored_parameters
 from strata.models.joined import read_expert, split_experts, split_tensors
 from strata.models.layers import CausalLM
-from strata.models.part import Box, Boxes
+from strata.models.shard import Box, Boxes
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Old checkpoints store the frequencies of the rotary embedding, which follow from config.json.
@@ -39,7 +39,7 @@ class TensorSource:
         for rows, piece in pieces(self.reader, self.stored, box):
             target[rows].copy_(piece)
 
-    def packed(self, boxes: Boxes) -> PackedWeight | None:
+    def quantized(self, boxes: Boxes) -> QuantizedWeight | None:
         """Boxes, one above the other, of what is packed already, on the CPU; None: it is in floats."""
         return None
 

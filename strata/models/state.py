@@ -31,18 +31,18 @@ class WindowRows:
 
 
 @dataclass(frozen=True)
-class FixedState:
+class RecurrentState:
     """Tensors whose size does not depend on the sequence's length.
 
     shapes: of each, for one sequence. dtypes: None for the weights'. Those of all sequences stand in
-    `FixedStates.tensors[layer]`, which `Batch.states` brings.
+    `RecurrentStates.tensors[layer]`, which `Batch.states` brings.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype | None, ...]
 
 
-LayerState = PagedRows | WindowRows | FixedState
+LayerState = PagedRows | WindowRows | RecurrentState
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def attention_states(config: ModelConfig) -> tuple[LayerState, ...]:
 
 def state_groups(states: Sequence[LayerState]) -> tuple[StateGroup, ...]:
     """The layers by what they keep: rows of all tokens come first, then windows, then fixed states."""
-    order = (PagedRows, WindowRows, FixedState)
+    order = (PagedRows, WindowRows, RecurrentState)
     kinds = sorted(dict.fromkeys(states), key=lambda state: order.index(type(state)))
     return tuple(
         StateGroup(kind, tuple(layer for layer, state in enumerate(states) if state == kind)) for kind in kinds
@@ -79,4 +79,4 @@ def group_numbers(states: Sequence[LayerState]) -> tuple[int, ...]:
     """Of each layer, the place of its group in `state_groups`: what `of_group` is asked for. 0 for fixed states, which
     are in the batch itself."""
     places = {group.state: place for place, group in enumerate(state_groups(states))}
-    return tuple(0 if isinstance(state, FixedState) else places[state] for state in states)
+    return tuple(0 if isinstance(state, RecurrentState) else places[state] for state in states)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from strata.files.hub_cache import why_no_folder
-from strata.kernels.quant.packed import TWO_OF_FOUR, PackedWeight, Scheme, dense
-from strata.kernels.quant.two_of_four import least_two_of_four
+from strata.kernels.quant.quantized import TWO_OF_FOUR, QuantizedWeight, Scheme, dense
+from strata.kernels.quant.two_of_four import smallest_two_of_four
 from strata.models.checkpoint import StoredTensor, read_checkpoint, shorten
 from strata.models.config import DTYPES, ModelConfig, config_from_dict, read_config
 from strata.models.experts import Experts, stored_name, stored_view, stored_views
@@ -23,11 +23,11 @@ from strata.models.initialize import dummy_values
 from strata.models.joined import checkpoint_parameters, checkpoint_values
 from strata.models.layers import CausalLM
 from strata.models.memory import require_memory
-from strata.models.part import Box, Boxes, ModelPart, held, inside, places, whole
 from strata.models.quantized.assembly import assembly, meta_weights, pack_boxes
 from strata.models.quantized.checkpoint import Checkpoint
-from strata.models.quantized.matrices import OwnMatrix, own_matrices
+from strata.models.quantized.matrices import LocalMatrix, local_matrices
 from strata.models.shapes import SHAPES
+from strata.models.shard import Box, Boxes, ModelShard, inside, places, whole, zeroed_places
 from strata.models.sources import DERIVED, EMBEDDING, HEAD, InMemory, TensorSource, is_passed_over, match_tensors
 
 _ADVICE = "; leave out sparsity=, or prune by strata prune --pattern 2:4"
@@ -83,7 +83,7 @@ def load(
     load_format: str = "auto",
     max_length: int | None = None,
     seed: int = 0,
-    part: ModelPart | None = None,
+    part: ModelShard | None = None,
 ) -> tuple[CausalLM, ModelConfig]:
     """The model of `WeightStore.load` that packs nothing, and its config."""
     store = WeightStore.load(model, {}, device, dtype, load_format, max_length, seed, part)
@@ -114,7 +114,7 @@ class WeightStore:
         config: ModelConfig,
         complete: CausalLM,
         model: CausalLM,
-        part: ModelPart | None,
+        part: ModelShard | None,
         schemes: Mapping[str, Scheme],
         device: torch.device,
         dtype: torch.dtype,
@@ -140,7 +140,7 @@ class WeightStore:
         load_format: str = "auto",
         max_length: int | None = None,
         seed: int = 0,
-        part: ModelPart | None = None,
+        part: ModelShard | None = None,
     ) -> WeightStore:
         """Of a folder, or, with dummy weights, of a named shape.
 
@@ -168,7 +168,7 @@ class WeightStore:
         schemes = {name: scheme for name, scheme in schemes.items() if name in own}
         checkpoint = None if folder is None or load_format == "dummy" else Checkpoint.of(folder, complete)
         planned = meta_weights(made, complete, part, schemes, checkpoint, dtype)
-        require_memory(packed_bytes(made, dtype, planned), device, dtype)
+        require_memory(quantized_bytes(made, dtype, planned), device, dtype)
         allocate(made, device, dtype, schemes)
         store = WeightStore(config, complete, made, part, schemes, device, dtype)
         homes = store._current_homes()
@@ -183,7 +183,7 @@ class WeightStore:
         return store
 
     @property
-    def packed(self) -> dict[str, PackedWeight]:
+    def quantized(self) -> dict[str, QuantizedWeight]:
         """By parameter."""
         return {name: one.weight for name, one in self._assemblies.items()}
 
@@ -285,7 +285,7 @@ class WeightStore:
 
     def _current_homes(self) -> dict[str, list[_Home]]:
         """Of each matrix that this has, several where an expert has copies."""
-        experts = tuple(module.held for module in self._mixtures)
+        experts = tuple(module.local for module in self._mixtures)
         if experts != self._held:  # they move
             self._held, self._homes = experts, {}
             for name, parameter in self.model.named_parameters():
@@ -300,7 +300,7 @@ class WeightStore:
         boxes = self._part.boxes(name, shape)
         owner = self.model.get_submodule(name.rpartition(".")[0])
         if len(shape) == 3 and isinstance(owner, Experts) and owner.is_part:
-            return tuple(((one, one + 1), *box[1:]) for one, box in zip(owner.held, boxes, strict=True))
+            return tuple(((one, one + 1), *box[1:]) for one, box in zip(owner.local, boxes, strict=True))
         return boxes
 
     def _writes(self, stored: str, source: TensorSource) -> Iterator[Callable[[], object]]:
@@ -317,14 +317,14 @@ class WeightStore:
 
     def _packed(
         self, stored: str, home: _Home, boxes: Boxes, source: TensorSource
-    ) -> Iterator[tuple[int, PackedWeight]]:
+    ) -> Iterator[tuple[int, QuantizedWeight]]:
         """The matrices of a tensor that are packed each by itself, and which of the parameter's each is."""
-        packed = source.packed(boxes)
+        packed = source.quantized(boxes)
         if packed is not None:
             yield home.number, packed.to(self._device)
             return
         scheme, like = self._schemes[home.parameter], self._assemblies[home.parameter].made
-        for further, matrix in enumerate(own_matrices(home.parameter, source.stored.shape, boxes)):
+        for further, matrix in enumerate(local_matrices(home.parameter, source.stored.shape, boxes)):
             try:
                 packed = pack_boxes(partial(self._read, source, matrix), matrix.shape, matrix.boxes, scheme, like)
             except ValueError as error:
@@ -332,7 +332,7 @@ class WeightStore:
                 raise ValueError(f"{stored} cannot be packed: {error}{advice}") from None
             yield home.number + further, packed
 
-    def _read(self, source: TensorSource, matrix: OwnMatrix, box: Box) -> Tensor:
+    def _read(self, source: TensorSource, matrix: LocalMatrix, box: Box) -> Tensor:
         wanted = matrix.in_tensor(box)
         value = torch.empty([end - first for first, end in wanted], dtype=self._dtype, device=self._device)
         source.copy(wanted, value)
@@ -340,7 +340,7 @@ class WeightStore:
 
 
 def _copy(source: TensorSource, boxes: Boxes, target: Tensor) -> None:
-    for box, place in held(target, boxes):
+    for box, place in zeroed_places(target, boxes):
         source.copy(box, place)
 
 
@@ -350,7 +350,7 @@ def _dummies(
     """Random values. They have no zeros of their own: where 2:4 is wanted, the least become zeros."""
     for name, value in dummy_values(complete, seed, device, dtype):
         if name in schemes and schemes[name].values == TWO_OF_FOUR:
-            value.masked_fill_(least_two_of_four(value.abs()), 0.0)
+            value.masked_fill_(smallest_two_of_four(value.abs()), 0.0)
         for stored, view in stored_views(complete, name, value):
             place = StoredTensor(stored, Path(), value.dtype, tuple(view.shape), 0)
             yield stored, TensorSource(place, InMemory(view))
@@ -362,7 +362,7 @@ def weight_bytes(model: nn.Module, dtype: torch.dtype) -> int:
     return parameters + sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
 
 
-def packed_bytes(model: nn.Module, dtype: torch.dtype, packed: Mapping[str, PackedWeight]) -> int:
+def quantized_bytes(model: nn.Module, dtype: torch.dtype, packed: Mapping[str, QuantizedWeight]) -> int:
     """What a model takes of which these parameters are packed and the others of `dtype`. All may be on the meta
     device."""
     floats = sum(model.get_parameter(name).numel() for name in packed) * dtype.itemsize

@@ -80,10 +80,10 @@ class Bucket:
             place = self.weights[entry.first : entry.end]
             entry.parameter.data = place.copy_(flat).view(entry.parameter.shape)
         if compute_dtype == self.master.dtype:
-            self.master = self.own_weights
+            self.master = self.local_weights
 
     @property
-    def own_weights(self) -> Tensor:
+    def local_weights(self) -> Tensor:
         """This rank's shard of the weights, a view."""
         return self.weights[self._first : self._end]
 
@@ -94,7 +94,7 @@ class Bucket:
                 held = slice(first - self._first, end - self._first)
                 master = nn.Parameter(self.master[held])
                 yield ParameterShard(
-                    entry.name, entry.parameter.shape, first - entry.first, self.own_weights[held], master
+                    entry.name, entry.parameter.shape, first - entry.first, self.local_weights[held], master
                 )
 
     def memory(self, names: Sequence[str]) -> Memory:
@@ -161,8 +161,8 @@ class Bucket:
 
     def round_masters(self) -> None:
         """Into this rank's shard of the weights."""
-        if self.master.data_ptr() != self.own_weights.data_ptr():
-            self.own_weights.copy_(self.master)
+        if self.master.data_ptr() != self.local_weights.data_ptr():
+            self.local_weights.copy_(self.master)
 
     def free_gradient(self) -> None:
         """The gradient."""
@@ -174,7 +174,7 @@ class Bucket:
         """Send this rank's shard of the weights to the others, and free the gradient."""
         self._check_place()
         self.free_gradient()
-        self._gathering = start_all_gather(self.own_weights, self.axes.reduce_scatter, self.weights)
+        self._gathering = start_all_gather(self.local_weights, self.axes.reduce_scatter, self.weights)
 
     def wait(self) -> None:
         """Until the weights are those of the last `start_all_gather`."""

@@ -22,7 +22,7 @@ from strata.comm.collectives import all_to_all
 from strata.comm.mesh import Axis
 from strata.comm.to_device import to_device
 from strata.kernels.attention.attention import attention
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch
+from strata.kernels.attention.spec import AttentionBatch, AttentionSpec
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.layers import Attention
@@ -148,7 +148,7 @@ class _HeadExchange:
 
 
 def _ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, exchange: _HeadExchange, whole: PackedBatch, spec: AttentionSpec
+    q: Tensor, k: Tensor, v: Tensor, exchange: _HeadExchange, whole: AttentionBatch, spec: AttentionSpec
 ) -> Tensor:
     """Causal attention inside documents whose tokens the ranks share out, after Ulysses (Jacobs et al. 2023): shares of
     the tokens are exchanged for shares of the heads, and back.

@@ -20,7 +20,7 @@ from torch import Tensor
 from strata.comm.collectives import Pending, start_shift
 from strata.comm.mesh import Axis
 from strata.comm.to_device import to_device
-from strata.kernels.attention.partial import Part, partial_attention, partial_attention_gradients
+from strata.kernels.attention.partial import VisibleKeys, partial_attention, partial_attention_gradients
 from strata.parallel.ring_products import arriving_chunks
 from strata.parallel.zigzag import Zigzag, ZigzagChunk
 
@@ -35,7 +35,7 @@ class RingStep:
     side, as all of them or those of one document do, which copies nothing; else [rows] int64.
     """
 
-    part: Part
+    part: VisibleKeys
     queries: Rows
     keys: Rows
 
@@ -111,7 +111,7 @@ class _Ring(torch.autograd.Function):
                 for into, gradient in zip(of_pair, of_keys, strict=True):
                     into[ring_step.keys] += gradient
             ring_gradients.send(of_pair)
-        of_k, of_v = ring_gradients.own()[:, : k.shape[0]].to(q.dtype)
+        of_k, of_v = ring_gradients.local()[:, : k.shape[0]].to(q.dtype)
         return of_q.to(q.dtype), of_k, of_v, None, None, None
 
 
@@ -138,7 +138,7 @@ class RingGradients:
             gradients += self._on_the_way.wait()
         self._on_the_way = start_shift(gradients, self._axis)
 
-    def own(self) -> Tensor:
+    def local(self) -> Tensor:
         """The whole gradient of this rank's own pair, once all have been sent."""
         assert self._on_the_way is not None
         return self._on_the_way.wait()
@@ -165,7 +165,9 @@ def _ring_step(division: Zigzag, rank: int, source: int, device: torch.device) -
     if not queries:
         return None
     q_counts, k_counts = ([sum(chunk.length for chunk in chunks) for chunks in each] for each in (queries, keys))
-    part = Part(_offsets(q_counts, device), _offsets(k_counts, device), max(q_counts), max(k_counts), rank == source)
+    part = VisibleKeys(
+        _offsets(q_counts, device), _offsets(k_counts, device), max(q_counts), max(k_counts), rank == source
+    )
     return RingStep(part, _rows(queries, device), _rows(keys, device))
 
 

@@ -68,7 +68,7 @@ class _WindowRing(torch.autograd.Function):
                 of_queries[rows] += torch.einsum("hgqk,khd->qhgd", of_scores, pair[0, block.keys])
                 of_pair[0, block.keys] += torch.einsum("hgqk,qhgd->khd", of_scores, queries[rows])
             ring_gradients.send(of_pair)
-        of_keys, of_values = ring_gradients.own()[:, : k.shape[0]].to(q.dtype)
+        of_keys, of_values = ring_gradients.local()[:, : k.shape[0]].to(q.dtype)
         return of_queries.flatten(1, 2).to(q.dtype), of_keys, of_values, None, None, None, None
 
 

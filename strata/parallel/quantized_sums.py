@@ -1,9 +1,10 @@
 """Sums over ranks whose messages are in 8 bits, with what rounding took away added to the next: for gradients.
 
-A value travels in e4m3, groups of 128 with a power of two in common (`strata.kernels.collective.rounded_parts`): 8,256
-bytes for 8,192 values. Each rank rounds its part for each other, and the sums are added up in float32 in the order of
-the ranks, so one value is rounded once and not once a hop, as in ZeRO++ (Wang et al. 2023). What a rank's rounding took
-away it adds to what it sends in the next step (error feedback, Seide et al. 2014; Karimireddy et al. 2019).
+A value travels in e4m3, groups of 128 with a power of two in common (`strata.kernels.collective.quantized_shards`):
+8,256 bytes for 8,192 values. Each rank rounds its part for each other, and the sums are added up in float32 in the
+order of the ranks, so one value is rounded once and not once a hop, as in ZeRO++ (Wang et al. 2023). What a rank's
+rounding took away it adds to what it sends in the next step (error feedback, Seide et al. 2014; Karimireddy et al.
+2019).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from strata.comm.collectives import start_all_gather, start_all_to_all
 from strata.comm.mesh import Axis
-from strata.kernels.collective.rounded_parts import part_bytes, round_parts, widen_parts
+from strata.kernels.collective.quantized_shards import dequantize_shards, quantize_shards, shard_bytes
 
 # Values of a row, whose exponents fill 16 bytes.
 ROW = 2048
@@ -27,7 +28,7 @@ Sum = Generator[None, None, Tensor]  # a step of which waits for a message and s
 
 def message_bytes(values: int) -> int:
     """What so many values take in a message."""
-    return -(-values // ROW) * part_bytes(ROW)
+    return -(-values // ROW) * shard_bytes(ROW)
 
 
 class QuantizedSums:
@@ -81,13 +82,13 @@ class QuantizedSums:
 
 
 def _packed(rows: Tensor) -> Tensor:
-    packed: Tensor = round_parts(rows, 1)
+    packed: Tensor = quantize_shards(rows, 1)
     return packed[0]
 
 
 def _widened(rows: Tensor) -> Tensor:
     """[values] float32."""
-    wide: Tensor = widen_parts(rows[None], ROW, torch.float32)
+    wide: Tensor = dequantize_shards(rows[None], ROW, torch.float32)
     return wide.flatten()
 
 

@@ -18,14 +18,14 @@ from strata.comm.experts.sent_rows import exchange_tokens
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along
 from strata.comm.placement import ExpertSlots, Placement
-from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
+from strata.kernels.state.dcp_shard import ALL_KEYS, DcpShard
 from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.layers import CausalLM
-from strata.models.part import Boxes, keep_layers
+from strata.models.shard import Boxes, keep_layers
 from strata.parallel.families import placements, sharding_table, span
 from strata.parallel.stacked_rows import divided as divided_recurrence
-from strata.parallel.stacked_rows import fault, own_ranges, shares_groups, stacks
+from strata.parallel.stacked_rows import fault, local_ranges, shares_groups, stacks
 from strata.parallel.stages import Span, layer_spans
 
 TENSOR_AXIS = "tp"
@@ -45,10 +45,10 @@ class RankShard:
     all layers, with matrices as narrow as the rank's. stage: which of `stages` it is in. layers: the first of its
     stage, and the end.
     slots: where its experts are among all, with expert parallelism; None: it has a part of every expert.
-    own_tokens: each rank has tokens of its own, and all parameters but experts whole (attention data parallelism).
+    attention_dp: each rank has tokens of its own, and all parameters but experts whole (attention data parallelism).
     kept: which tokens' keys and values the rank keeps, where neighbours divide those that they would have alike.
     placements: of every parameter, by name. axes: what its collectives run along, by name; an `Along` where graphs are
-    only costed. A `strata.models.part.ModelPart`.
+    only costed. A `strata.models.shard.ModelShard`.
     """
 
     whole: ModelConfig
@@ -60,10 +60,10 @@ class RankShard:
     stage: int
     layers: Span
     slots: ExpertSlots | None
-    own_tokens: bool
+    attention_dp: bool
     placements: Mapping[str, Placement]
     axes: Mapping[str, Axis | Along]
-    kept: KeptKeys = ALL_KEYS
+    kept: DcpShard = ALL_KEYS
 
     @staticmethod
     def of(
@@ -74,26 +74,26 @@ class RankShard:
         *,
         expert_parallel: bool = False,
         redundant: int | None = None,
-        own_tokens: bool = False,
+        attention_dp: bool = False,
         stages: int = 1,
         stage: int = 0,
         key_ranks: int = 1,
     ) -> RankShard:
         """Of rank `index` of `size`, whose live axis is `axis`. expert_parallel: ranks have different experts.
         redundant: how many slots for experts they have more than there are experts, for copies, each rank as many as
-        the others; None: ranks need not have equally many experts. own_tokens: see `RankShard`.
+        the others; None: ranks need not have equally many experts. attention_dp: see `RankShard`.
         stages: how many share the layers, each of `size` ranks, so that the one with the most weights has as few as
         possible; `stage`: which of them this rank is in. key_ranks: how many neighbours divide keys and values by
         sequence, which they would have alike.
 
         Raises ValueError if they cannot share the model.
         """
-        options = {"expert_parallel": expert_parallel, "own_tokens": own_tokens}
+        options = {"expert_parallel": expert_parallel, "attention_dp": attention_dp}
         divided = rank_config(whole, size, index, redundant=redundant, **options)
         with torch.device("meta"):
             model = build(divided)
         placed = placements([name for name, _ in model.named_parameters()], sharding_table(whole.architecture))
-        if own_tokens:
+        if attention_dp:
             placed = {name: one if one is Placement.EXPERT else Placement.PER_TOKEN for name, one in placed.items()}
         elif not shares_groups(whole.recurrence, size):
             column, divided_norm = Placement.COLUMN, Placement.DIVIDED_NORM
@@ -106,40 +106,40 @@ class RankShard:
         layers = layer_spans(model, stages, 0)[stage]
         config = divided if stages == 1 else divided.with_layers(range(*layers))
         slots = None
-        if config.experts is not None and config.experts.held is not None:
+        if config.experts is not None and config.experts.local is not None:
             total = config.experts.count + (redundant or 0)
             slots = ExpertSlots(span(total, size, index)[0], total)
         _require_alike(whole, size, key_ranks, expert_parallel)
         axes = {TENSOR_AXIS: axis or Along(TENSOR_AXIS, size), PIPELINE_AXIS: Along(PIPELINE_AXIS, stages)}
         if key_ranks > 1:
             axes[KEYS_AXIS] = Along(KEYS_AXIS, key_ranks)
-        kept = KeptKeys(key_ranks, index % key_ranks)
+        kept = DcpShard(key_ranks, index % key_ranks)
         return RankShard(
-            whole, config, divided, size, index, stages, stage, layers, slots, own_tokens, placed, axes, kept
+            whole, config, divided, size, index, stages, stage, layers, slots, attention_dp, placed, axes, kept
         )
 
     @property
-    def most_divided(self) -> ModelConfig:
+    def max_sharded(self) -> ModelConfig:
         """`divided` of the rank that has the most experts, by which all ranks choose alike."""
         experts = self.divided.experts
         if experts is None or self.slots is None:
             return self.divided
-        return replace(self.divided, experts=replace(experts, held=(*range(-(-self.slots.total // self.size)),)))
+        return replace(self.divided, experts=replace(experts, local=(*range(-(-self.slots.total // self.size)),)))
 
     def exchange_tokens(self, dtype: torch.dtype) -> int | None:
         """From how many tokens of a rank on, in `dtype`, rows go to the ranks of their experts alone: see
         `strata.comm.experts.sent_rows`. None: all go to all, or ranks have no tokens of their own."""
         experts = self.whole.experts
-        if not self.own_tokens or self.slots is None or experts is None:
+        if not self.attention_dp or self.slots is None or experts is None:
             return None
         given = self.whole.hidden_size, dtype, self.size, self.slots.total, experts.per_token
         return exchange_tokens(*given)
 
     def build(self, max_length: int | None = None) -> CausalLM:
         """The rank's model on the current default device; of several stages, what has the parameters of this one."""
-        return self.part_of(build(self.divided, max_length))
+        return self.shard_of(build(self.divided, max_length))
 
-    def part_of(self, model: CausalLM) -> CausalLM:
+    def shard_of(self, model: CausalLM) -> CausalLM:
         """Of a model of `divided`, whose layers it takes where there are several stages."""
         return model if self.stages == 1 else keep_layers(model, *self.layers)
 
@@ -160,7 +160,7 @@ class RankShard:
             return self._of_experts(name.rpartition(".")[2], shape)
         if placement is Placement.STACKED:
             assert self.whole.recurrence is not None
-            return 0, own_ranges(stacks(self.whole.recurrence, name), self.size, self.index)
+            return 0, local_ranges(stacks(self.whole.recurrence, name), self.size, self.index)
         dim = placement.divided_dim
         return (0, [(0, shape[0])]) if dim is None else (dim, [self._range(name, shape[dim])])
 
@@ -169,7 +169,7 @@ class RankShard:
         stacked, dim = len(shape) == 3, _EXPERT_DIMS.get(own)
         if self.slots is not None and stacked:
             assert self.config.experts is not None
-            return 0, [(expert, expert + 1) for expert in self.config.experts.held or ()]
+            return 0, [(expert, expert + 1) for expert in self.config.experts.local or ()]
         if self.slots is not None or dim is None:
             return 0, [(0, shape[0])]
         halves = 2 if stacked and own == "gate_up_proj" else 1
@@ -195,7 +195,7 @@ def rank_config(
     *,
     expert_parallel: bool = False,
     redundant: int | None = None,
-    own_tokens: bool = False,
+    attention_dp: bool = False,
 ) -> ModelConfig:
     """The config of the model that rank `index` of `size` holds.
 
@@ -203,16 +203,16 @@ def rank_config(
     neighbouring numbers, as many as the others or one more; `redundant` more slots have copies of the first experts.
     Where there are more ranks than KV heads, each has one, which size / num_kv_heads ranks share. Every rank has as
     many rows of the vocabulary as the first, some of them zeros where the ranks do not divide it: all ranks run one
-    graph. With `own_tokens` nothing but the experts is divided. Raises ValueError if the model cannot be divided so.
+    graph. With `attention_dp` nothing but the experts is divided. Raises ValueError if the model cannot be divided so.
     """
     if not 0 <= index < size:
         raise ValueError(f"rank {index} of {size} ranks; ranks count from 0 to {size - 1}")
-    if own_tokens and config.experts is None:
+    if attention_dp and config.experts is None:
         raise ValueError(
             "enable_dp_attention=True needs a mixture of experts, and this model has none: give data_parallel_size "
             "instead, whose engines hold it whole each and serve requests of their own"
         )
-    if own_tokens and not expert_parallel:
+    if attention_dp and not expert_parallel:
         raise ValueError(
             "enable_dp_attention=True lets ranks share experts alone: it needs enable_expert_parallel=True"
         )
@@ -225,19 +225,19 @@ def rank_config(
             f"enable_expert_parallel=True is not there for experts with biases, as {config.architecture} has them; "
             "leave it out: tensor_parallel_size divides the width of each expert"
         )
-    if fault := _fault(config, size, expert_parallel, own_tokens):
-        sizes = range(1, 1 + (config.experts.count if own_tokens and config.experts else config.num_heads))
-        accepted = ", ".join(str(one) for one in sizes if not _fault(config, one, expert_parallel, own_tokens))
+    if fault := _fault(config, size, expert_parallel, attention_dp):
+        sizes = range(1, 1 + (config.experts.count if attention_dp and config.experts else config.num_heads))
+        accepted = ", ".join(str(one) for one in sizes if not _fault(config, one, expert_parallel, attention_dp))
         raise ValueError(f"tensor_parallel_size={size} {fault}; this model takes {accepted}")
     experts = config.experts
     if experts is not None and expert_parallel:
         if redundant is not None:
             _require_slots(experts.count, size, redundant)
         own = range(*span(experts.count + (redundant or 0), size, index))
-        experts = replace(experts, held=tuple(slot % experts.count for slot in own))
+        experts = replace(experts, local=tuple(slot % experts.count for slot in own))
     elif experts is not None:
         experts = replace(experts, intermediate_size=experts.intermediate_size // size)
-    if own_tokens:
+    if attention_dp:
         return replace(config, experts=experts)
     if experts is not None:
         experts = replace(experts, shared_size=experts.shared_size // size)
@@ -252,25 +252,25 @@ def rank_config(
     )
 
 
-def _fault(config: ModelConfig, size: int, expert_parallel: bool, own_tokens: bool) -> str:
+def _fault(config: ModelConfig, size: int, expert_parallel: bool, attention_dp: bool) -> str:
     """Why so many ranks cannot share the model; empty if they can."""
     if config.recurrence is not None and size > 1:
-        if own_tokens:
+        if attention_dp:
             return "with enable_dp_attention=True is not there for recurrent layers"
         if why := fault(config.recurrence, size):
             return why
-    heads, kv_heads = (0, size) if own_tokens else (config.num_heads, config.num_kv_heads)
+    heads, kv_heads = (0, size) if attention_dp else (config.num_heads, config.num_kv_heads)
     if heads % size:
         return f"does not divide the {heads} attention heads"
     if kv_heads % size and size % kv_heads:
         return f"neither divides the {kv_heads} KV heads nor is a multiple of them"
-    if _has_plain_mlp(config) and not own_tokens and config.intermediate_size % size:
+    if _has_plain_mlp(config) and not attention_dp and config.intermediate_size % size:
         return f"does not divide intermediate_size = {config.intermediate_size}"
     if config.experts is None:
         return ""
     if expert_parallel and size > config.experts.count:
         return f"is more than the {config.experts.count} experts, of which every rank needs one"
-    if not own_tokens and config.experts.shared_size % size:
+    if not attention_dp and config.experts.shared_size % size:
         return f"does not divide the shared experts' width = {config.experts.shared_size}"
     if not expert_parallel and config.experts.intermediate_size % size:
         return f"does not divide the experts' intermediate_size = {config.experts.intermediate_size}"
@@ -285,7 +285,7 @@ def _require_alike(config: ModelConfig, size: int, key_ranks: int, expert_parall
         return
     given = f"decode_context_parallel_size={key_ranks} with tensor_parallel_size={size}"
     needed = range(kv_heads * key_ranks, config.num_heads + 1, kv_heads * key_ranks)
-    least = next((one for one in needed if not _fault(config, one, expert_parallel, own_tokens=False)), None)
+    least = next((one for one in needed if not _fault(config, one, expert_parallel, attention_dp=False)), None)
     more = "" if least is None else f" or give tensor_parallel_size={least}"
     if alike < 2:
         raise ValueError(

@@ -28,7 +28,7 @@ def stacks(recurrence: RecurrenceConfig, name: str) -> tuple[Stack, ...]:
     return channels if ".conv1d." in name else (inner, *channels, Stack(recurrence.heads, 1))
 
 
-def own_ranges(stacked: tuple[Stack, ...], size: int, index: int) -> list[tuple[int, int]]:
+def local_ranges(stacked: tuple[Stack, ...], size: int, index: int) -> list[tuple[int, int]]:
     """First and end of the rows that rank `index` of `size` has of each stack; that of all heads it has whole."""
     found, begin = [], 0
     for heads, rows in stacked:

@@ -19,7 +19,7 @@ from strata.comm.mesh import Axis
 from strata.comm.placement import Placement
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.linear import linear
-from strata.kernels.norm.norm import divided_rms_norm, mean_square
+from strata.kernels.norm.norm import mean_square, sharded_rms_norm
 from strata.models.batch import Batch
 from strata.models.layers import Linear, TokenEmbedding, WideRMSNorm
 from strata.parallel.families import Table, placements, span
@@ -223,7 +223,7 @@ class DividedNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # Each rank scales its own columns by the sum, so what reaches the sum has to be added up on the way back.
         total = copy_to(all_reduce(mean_square(x).contiguous(), self.axis), self.axis)
-        normed: Tensor = divided_rms_norm(x, total, self.axis.size, self.weight, self.eps, self.offset)
+        normed: Tensor = sharded_rms_norm(x, total, self.axis.size, self.weight, self.eps, self.offset)
         return normed
 
 

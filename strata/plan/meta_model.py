@@ -14,7 +14,7 @@ from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.program.meta_model import MetaModel
 from strata.engine.program.program import StepProgram
 from strata.engine.program.source import Target
-from strata.engine.step_cost import token_division
+from strata.engine.step_cost import token_sharding
 from strata.files.json_object import read_existing_object
 from strata.hardware.figures import Device
 from strata.kernels.device_limits import DeviceLimits, implementations_for
@@ -85,7 +85,7 @@ def engine_model(
     made = MetaModel(own, limits, program, sizes, shard, asked.deterministic)
     if context is None or limits is None:
         return made
-    return replace(made, program=replace(program, division=token_division(made, context, "cuda", limits.product)))
+    return replace(made, program=replace(program, division=token_sharding(made, context, "cuda", limits.product)))
 
 
 def _asked(
@@ -104,8 +104,8 @@ def _asked(
             "tensor_parallel_size": shard.size,
             "pipeline_parallel_size": shard.stages,
             "decode_context_parallel_size": shard.kept.ranks,
-            "enable_dp_attention": shard.own_tokens,
-            "enable_expert_parallel": shard.own_tokens,
+            "enable_dp_attention": shard.attention_dp,
+            "enable_expert_parallel": shard.attention_dp,
         }
     if context is not None:
         given["prefill_context_parallel_size"] = context.size

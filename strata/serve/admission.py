@@ -13,13 +13,13 @@ from strata.serve.state import caller_of, server_of
 _BYTES_PER_TOKEN = 4
 
 
-def admit(request: Request, *, most_tokens: int = 0, sequences: int = 1, requests: int = 1) -> AdmittedRequest:
+def admit(request: Request, *, token_limit: int = 0, sequences: int = 1, requests: int = 1) -> AdmittedRequest:
     """Let a request in, until it is over. Parameters and errors as of `Limits.admit`."""
     limits = server_of(request).limits
     admission = limits.admit(
         caller_of(request),
         prompt_tokens(request),
-        most_tokens,
+        token_limit,
         sequences,
         requests=requests,
         arrival=request.scope["state"]["arrival"],
@@ -40,7 +40,7 @@ def admit_generation(
     most = params.max_tokens
     if most is None:
         most = max(1, state.client.ready.max_model_len - prompt_tokens(request) // prompts)
-    return admit(request, most_tokens=most, sequences=prompts * params.n, requests=prompts)
+    return admit(request, token_limit=most, sequences=prompts * params.n, requests=prompts)
 
 
 def prompt_tokens(request: Request) -> int:

@@ -137,7 +137,7 @@ class EngineClient:
         self._finding: asyncio.Task[None] | None = None  # how the engine has ended
         self._streams: dict[str, Stream] = {}
         self._answers: dict[str, asyncio.Future[Any]] = {}  # vectors and ledgers that are asked for
-        self._most_silence = silence_timeout
+        self._max_silence = silence_timeout
         self._silent_since = 0.0  # by the loop's clock, of an engine that has requests
         self._watchdog: asyncio.TimerHandle | None = None
         self._encoder = msgspec.msgpack.Encoder()
@@ -362,8 +362,8 @@ class EngineClient:
             return
         if not self._streams and not self._answers:
             self._silent_since = self._loop.time()
-        if self._most_silence and self._watchdog is None:
-            self._watchdog = self._loop.call_later(self._most_silence, self._check_silence)
+        if self._max_silence and self._watchdog is None:
+            self._watchdog = self._loop.call_later(self._max_silence, self._check_silence)
 
     def _check_silence(self) -> None:
         self._watchdog = None
@@ -371,11 +371,11 @@ class EngineClient:
             return
         if _has_mail(self._socket):  # this process was busy
             self._silent_since = self._loop.time()
-        due = self._silent_since + self._most_silence
+        due = self._silent_since + self._max_silence
         if self._loop.time() < due:
             self._watchdog = self._loop.call_at(due, self._check_silence)
             return
-        reason = f"it has requests and said nothing for {self._most_silence:g} s"
+        reason = f"it has requests and said nothing for {self._max_silence:g} s"
         _log.error("the engine is taken for dead and killed: %s", reason)
         if self.ready.pid is not None:  # whoever has started it learns of it so
             if self._ends is not None:

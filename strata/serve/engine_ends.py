@@ -14,7 +14,7 @@ from pathlib import Path
 
 # How often it is looked whether the parent has said it, and for how long: it learns of the end when the others do.
 _LOOK_EVERY = 0.01
-_MOST_SECONDS = 1.0
+_MAX_SECONDS = 1.0
 
 _log = logging.getLogger("strata.serve")
 
@@ -44,7 +44,7 @@ class EngineEnds:
 
     async def find(self, pid: int) -> str | None:
         """How a process that has ended did; None if nobody says so in time, or it cannot be read."""
-        for _ in range(int(_MOST_SECONDS / _LOOK_EVERY)):
+        for _ in range(int(_MAX_SECONDS / _LOOK_EVERY)):
             with suppress(OSError):  # not there yet, or no file can be opened: whoever waits must hear of the end
                 return self._file(pid).read_text()
             await asyncio.sleep(_LOOK_EVERY)

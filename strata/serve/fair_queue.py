@@ -25,14 +25,14 @@ class FairQueue(Generic[Helper]):
 
     def __init__(self, helpers: Sequence[Helper]) -> None:
         self._idle = list(helpers)
-        self._most_of_caller = max(1, len(helpers) - 1)
+        self._max_of_caller = max(1, len(helpers) - 1)
         self._working: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[Helper]]] = {}  # whose turn is next comes first
 
     async def run(self, admission: AdmittedRequest, work: Callable[[Helper], Awaitable[Result]]) -> Result:
         """What `work` gives with a helper. Raises ApiError (408) if its turn has not come by the request's deadline."""
         caller = admission.caller.name
-        if self._idle and self._working[caller] < self._most_of_caller:
+        if self._idle and self._working[caller] < self._max_of_caller:
             self._working[caller] += 1
             helper = self._idle.pop(0)
         else:
@@ -68,7 +68,7 @@ class FairQueue(Generic[Helper]):
         for name, turns in list(self._waiting.items()):
             while turns and turns[0].done():  # given up
                 turns.popleft()
-            if turns and self._idle and self._working[name] < self._most_of_caller:
+            if turns and self._idle and self._working[name] < self._max_of_caller:
                 self._working[name] += 1
                 turns.popleft().set_result(self._idle.pop(0))
                 self._waiting[name] = self._waiting.pop(name)  # behind the others

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
-from strata.engine.grammars.structured_outputs import StructuredOutputsParams, join_parts, json_part, read_schema
+from strata.engine.grammars.structured_outputs import StructuredOutputsParams, join_entries, json_entry, read_schema
 from strata.serve.fair_queue import AT_ONCE, FairQueue
 from strata.serve.http.errors import ApiError
 from strata.serve.http.limits import AdmittedRequest
@@ -50,7 +50,7 @@ class Grammar:
 
     @cached_property
     def text(self) -> str:
-        return join_parts(*self.parts)
+        return join_entries(*self.parts)
 
     @classmethod
     def json_object(cls, param: str) -> Grammar:
@@ -102,7 +102,7 @@ def _structured_grammar(asked: StructuredOutputsParams, param: str) -> Grammar:
     try:
         if asked.json is not None:
             return Grammar.from_json_schema(read_schema(asked.json), param)
-        return Grammar((asked.part(),), param)
+        return Grammar((asked.entry(),), param)
     except ValueError as error:
         raise ApiError(400, f"{param}: {error}", param=param, code="invalid_grammar") from None
 
@@ -192,7 +192,7 @@ def _check_schemas(schemas: list[Any], param: str) -> None:
 
 def _json_part(name: str, schema: Mapping[str, Any], param: str) -> dict[str, Any]:
     try:
-        return json_part(name, schema)
+        return json_entry(name, schema)
     except ValueError as error:
         raise ApiError(400, f"{param}: {error}", param=param, code="invalid_grammar") from None
 

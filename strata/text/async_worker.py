@@ -22,7 +22,7 @@ class AsyncWorker:
     """
 
     def __init__(self, module: str, deadline: float, max_answer_bytes: int) -> None:
-        self._module, self._deadline, self._most_answer = module, deadline, max_answer_bytes
+        self._module, self._deadline, self._max_answer = module, deadline, max_answer_bytes
         self._helper: Helper | None = None
         self._turn = asyncio.Lock()
         self._answer: asyncio.Future[bytes | None] | None = None
@@ -53,7 +53,7 @@ class AsyncWorker:
         self._stop()
 
     async def _start(self) -> Helper:
-        self._helper = helper = Helper(self._module, self._most_answer)
+        self._helper = helper = Helper(self._module, self._max_answer)
         self._loop, closed = asyncio.get_running_loop(), self._closed
         self._loop.add_reader(helper.reading, self._read)
         if not await self._exchange(helper, b"", START_SECONDS) and closed == self._closed:  # its first words

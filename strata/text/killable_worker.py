@@ -53,7 +53,7 @@ class Helper:
         self.writing, self.reading = process.stdin.fileno(), process.stdout.fileno()
         for pipe in (self.writing, self.reading):
             os.set_blocking(pipe, False)
-        self._most_answer = max_answer_bytes
+        self._max_answer = max_answer_bytes
         self._unsent, self._received = memoryview(b""), bytearray()
         self.end = weakref.finalize(self, _end, process)
         """Kill it and wait until it is gone. A second call has no effect."""
@@ -89,7 +89,7 @@ class Helper:
         self._received += part
         if part.endswith(b"\n"):
             return bytes(self._received)
-        return None if part and len(self._received) <= self._most_answer else b""
+        return None if part and len(self._received) <= self._max_answer else b""
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -109,7 +109,7 @@ class KillableWorker:
     """
 
     def __init__(self, module: str, deadline: float, max_answer_bytes: int) -> None:
-        self._module, self._deadline, self._most_answer = module, deadline, max_answer_bytes
+        self._module, self._deadline, self._max_answer = module, deadline, max_answer_bytes
         self._lock = threading.Lock()
         self._helper: Helper | None = None
 
@@ -122,7 +122,7 @@ class KillableWorker:
         with self._lock:
             if self._helper is None or self._helper.has_ended:
                 self._stop()
-                self._helper = Helper(self._module, self._most_answer)
+                self._helper = Helper(self._module, self._max_answer)
                 if not _exchange(self._helper, b"", START_SECONDS):
                     self._stop()
                     raise not_started(self._module)

@@ -10,9 +10,9 @@ from typing import cast
 
 from torch import Tensor, fx, nn
 
-from strata.graph.capture import capture, operation_of
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.merge import merge
+from strata.graph.trace import operation_of, trace
 from strata.kernels.activation import silu_mul_grad  # noqa: F401  registers gradients on CUDA
 from strata.kernels.gradient_target import GradientTarget
 from strata.kernels.linear.fp8 import fits_fp8, linear_fp8, linear_fp8_into, linear_silu_mul_fp8
@@ -43,7 +43,7 @@ class TrainingGraph:
         recompute: what the backward pass computes again, one of `RECOMPUTE` (see `recompute_layers`). gradients: if
         several ranks share the parameters; the graph then waits for weights, and writes gradients into messages.
         """
-        self._graph = fuse_gated_products(fuse(merge(capture(model))))
+        self._graph = fuse_gated_products(fuse(merge(trace(model))))
         if precision != "bf16":
             _use_fp8(self._graph, per_row=precision == "fp8-row")
         self.merged: list[tuple[Tensor, Sequence[nn.Parameter]]] = []

@@ -13,7 +13,7 @@ from strata.models.checkpoint import read_checkpoint
 from strata.models.config import DTYPES, ModelConfig
 from strata.models.experts import CORRECTION
 from strata.models.families import build
-from strata.models.quantized.checkpoint import packed_format
+from strata.models.quantized.checkpoint import quantized_format
 from strata.models.save import save
 from strata.models.weights import load
 from strata.train.adapters.lora import LoraConfig, load_adapter, merge_lora, save_adapter
@@ -76,7 +76,7 @@ def _write_merged(run: Trainer, lora: LoraConfig, checkpoint: Path, folder: Path
 def _stored_dtype(weights: Path) -> torch.dtype:
     """The one dtype that holds every tensor of a checkpoint that is not packed, of those that a model may have; biases
     of routers are float32 in any."""
-    format = packed_format(weights)
+    format = quantized_format(weights)
     left_out = frozenset() if format is None else format.claimed
     tensors = read_checkpoint(weights, packed=format is not None).items()
     dtypes = (one.dtype for name, one in tensors if name not in left_out and not name.endswith(CORRECTION))

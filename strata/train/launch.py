@@ -71,7 +71,7 @@ def ended_at_once(explain: Callable[[Exception], str | None]) -> Iterator[None]:
     any other; without ranks it is raised as ever. explain: what to say instead of a traceback, if that says it all.
 
     In the seconds that an orderly end of Python takes, the launcher would show what other ranks say of the same. And it
-    may not end: NCCL waits for recorded steps to be freed, and the launcher, with all other ranks, for this one.
+    may not end: NCCL waits for captured steps to be freed, and the launcher, with all other ranks, for this one.
     """
     try:
         yield

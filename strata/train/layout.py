@@ -10,7 +10,7 @@ import torch
 
 from strata.comm.launch import World
 from strata.models.config import ModelConfig
-from strata.models.quantized.checkpoint import packed_format
+from strata.models.quantized.checkpoint import quantized_format
 from strata.parallel.layout import Layout, auto_layout
 from strata.train.config import TrainConfig
 
@@ -27,12 +27,12 @@ def chosen_layout(config: TrainConfig, model: ModelConfig, world: World, report:
             report(f"layout: {reason}")
     layout = with_micro_batches(layout, config.data.packs_per_step)
     layout.check(model, world.size)
-    if config.lora is not None and (config.lora.quantization or packed_format(config.start.folder)):
-        check_packed(layout)
+    if config.lora is not None and (config.lora.quantization or quantized_format(config.start.folder)):
+        check_quantized(layout)
     return layout
 
 
-def check_packed(layout: Layout) -> None:
+def check_quantized(layout: Layout) -> None:
     """Raises ValueError for a layout of which training cannot divide packed weights."""
     for name in ("tp", "ep"):
         if getattr(layout, name) > 1:

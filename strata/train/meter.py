@@ -11,7 +11,7 @@ import torch
 
 from strata.comm.collectives import all_gather_json
 from strata.comm.mesh import Axis
-from strata.train.data.loader import Position, Step
+from strata.train.data.loader import LoadedStep, Position
 from strata.train.faults.config import FaultsConfig
 from strata.train.faults.stragglers import ComputeClock, Stragglers
 from strata.train.predict.flops import StepFlops
@@ -58,7 +58,7 @@ class Meter:
         """Begin an interval. tokens: trained on so far."""
         self._interval = _Interval(tokens, time.perf_counter())
 
-    def count(self, step: Step, flops: StepFlops) -> None:
+    def count(self, step: LoadedStep, flops: StepFlops) -> None:
         """A step was launched. flops: of this rank's packs."""
         self._interval.steps += 1
         self._interval.filled.append(step.utilisation)

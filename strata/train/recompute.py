@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.fx.passes.split_module import split_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from strata.graph.capture import operation_of
+from strata.graph.trace import operation_of
 from strata.kernels.linear.fp8 import linear_silu_mul_fp8
 from strata.kernels.linear.silu_mul import linear_silu_mul
 from strata.kernels.moe.experts import experts

@@ -11,10 +11,10 @@ import torch
 from strata.comm.mesh import Mesh
 from strata.models.config import ModelConfig
 from strata.models.expert_config import ExpertsConfig
-from strata.models.quantized.checkpoint import packed_format
+from strata.models.quantized.checkpoint import quantized_format
 from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
-from strata.train.adapters.frozen import load_frozen, packed_line
+from strata.train.adapters.frozen import load_frozen, quantized_line
 from strata.train.config import BalanceConfig, TrainConfig
 from strata.train.dpo import DpoObjective, Reference, weights_digest
 from strata.train.layout import device_memory
@@ -48,12 +48,12 @@ def make_stepper(
     adapters = None
     if config.lora is not None and start.weights is not None:
         adapters = Adapters(config.lora, config.run.seed)
-        if config.lora.quantization is not None or packed_format(start.weights) is not None:
+        if config.lora.quantization is not None or quantized_format(start.weights) is not None:
             device, dtype = mesh.world.device, compute_dtype_on(mesh.world.device)
             model, packed = load_frozen(start.weights, start.config, config.lora.quantization, device, dtype)
             values, adapters = values_of(model), replace(adapters, packed=packed)
             if packed:
-                report(packed_line(packed, dtype))
+                report(quantized_line(packed, dtype))
     reference = Reference()
     step = make_step(
         start.config,

@@ -19,7 +19,7 @@ from strata.parallel.data_parallel import all_ranks
 from strata.train.checkpoints.checkpointer import Checkpointer
 from strata.train.checkpoints.folder import NEEDED
 from strata.train.config import TrainConfig
-from strata.train.data.loader import Position, Step, prefetch
+from strata.train.data.loader import LoadedStep, Position, prefetch
 from strata.train.faults.guard import LossGuard, StepVerdict, VerdictKind
 from strata.train.faults.hang import HangWatch
 from strata.train.faults.stragglers import ComputeClock
@@ -247,7 +247,7 @@ class Trainer:
         log.write(self.position.step, values)
         report(values)
 
-    def _next(self, steps: Iterator[Step]) -> Step:
+    def _next(self, steps: Iterator[LoadedStep]) -> LoadedStep:
         """The samples of the next step, past those that are left out."""
         self._phases.at("data")
         wanted = self._guard.data_step(self.position.step + 1)
@@ -257,7 +257,7 @@ class Trainer:
                 return step
             self.position = self.position.without(step)
 
-    def _one_step(self, step: Step) -> None:
+    def _one_step(self, step: LoadedStep) -> None:
         self._times.begin()
         result = self.stepper(step.batches, self._rate(self.position.step))
         flops = self._times.end(step)

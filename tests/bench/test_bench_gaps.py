@@ -46,7 +46,7 @@ def test_idle_time_inside_steps_and_between_them() -> None:
     assert found.host == pytest.approx((190 - 164) * 1e-9)
     split = found.split(60e-9)
     assert split.launch == pytest.approx((5 + 1 + 4 + 3) * 1e-9)  # 4: from the copy back to the end of the mark
-    assert split.busy - 60e-9 == pytest.approx(split.parts()["kernels over floor"])
+    assert split.busy - 60e-9 == pytest.approx(split.breakdown()["kernels over floor"])
     assert found.idle_share == pytest.approx(39 / 150)
 
 
@@ -74,10 +74,10 @@ def test_messages_that_nothing_hides_are_a_part_of_their_own() -> None:
     assert found.kinds[MESSAGE].seconds == pytest.approx(60e-9)
     assert found.exposed == pytest.approx((14 + 20) * 1e-9)
     split = found.split(30e-9)
-    assert split.parts()["exposed messages"] == found.exposed
-    assert sum(split.parts().values()) + 30e-9 == pytest.approx(split.wall)
+    assert split.breakdown()["exposed messages"] == found.exposed
+    assert sum(split.breakdown().values()) + 30e-9 == pytest.approx(split.wall)
     assert list(found.lines())[-1].endswith("(43% hidden)")
-    assert "exposed messages" not in read_trace(WORK, MARKS).split(None).parts()
+    assert "exposed messages" not in read_trace(WORK, MARKS).split(None).breakdown()
     assert not any("messages" in line for line in read_trace(WORK, MARKS).lines())
 
 
@@ -93,7 +93,7 @@ def test_a_copy_engine_hides_no_wait_for_it() -> None:
 
 def test_each_step_is_busy_for_its_own_time() -> None:
     assert busy_of_steps(WORK, MARKS) == pytest.approx([54e-9, 57e-9])
-    after = DeviceInterval(NORM, 260, 270)  # of a step whose end was not recorded
+    after = DeviceInterval(NORM, 260, 270)  # of a step whose end was not captured
     assert busy_of_steps([*WORK, after], MARKS) == pytest.approx([54e-9, 57e-9])
     at_once = [DeviceInterval(COPY, 164, 170), DeviceInterval(COPY, 170, 172), *WORK]  # the step before ended at 164
     assert busy_of_steps(at_once, MARKS) == pytest.approx([54e-9, 65e-9])
@@ -128,11 +128,11 @@ def test_every_nanosecond_is_counted_once(kernels: list[tuple[int, int]], ends: 
 
 def test_parts_add_up_to_the_wall_time_and_the_largest_is_named() -> None:
     split = GapSplit(wall=10.0, floor=6.0, busy=8.5, launch=1.2, host=0.3)
-    assert sum(split.parts().values()) + 6.0 == pytest.approx(split.wall)
+    assert sum(split.breakdown().values()) + 6.0 == pytest.approx(split.wall)
     assert split.largest == "kernels over floor"
     assert GapSplit(10.0, 6.0, 6.5, 0.5, 3.0).largest == "host gaps"
     unknown = GapSplit(wall=10.0, floor=None, busy=8.5, launch=1.2, host=0.3)
-    assert sum(unknown.parts().values()) == pytest.approx(unknown.wall)
+    assert sum(unknown.breakdown().values()) == pytest.approx(unknown.wall)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from strata.bench.needs_gpu import require_gpu, why_no_processor
 from strata.cost.step_model import StepModel
 from strata.kernels.linear import cublaslt
 from strata.kernels.op import OPERATIONS
-from strata.kernels.tuned import Choice, Key
+from strata.kernels.tuned import Key, TunedChoice
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.folder import folder_or_shape
 from strata.models.shapes import SHAPES
@@ -46,15 +46,15 @@ TRAINING = {
     "partial_attention_gradients",
 }  # fmt: skip
 # No shape of the benchmark has experts; the ids and the tables that a step reads are a few kilobytes.
-APART = {"route", "experts", "combine", "newest_tokens", "gather_tables", "virtual_sequences"}
+APART = {"route", "experts", "combine", "newest_tokens", "gather_tables", "query_chunks"}
 # What ranks alone run. What they choose an id from, and what they count, is kilobytes.
 APART |= {
-    "best_of_parts", "count_choices", "local_experts", "sliced_linear", "vocabulary_embedding", "finish_all_reduce",
+    "best_of_shards", "count_choices", "local_experts", "sliced_linear", "vocabulary_embedding", "finish_all_reduce",
     "finish_add_rms_norm",
 }  # fmt: skip
-# What products by packed weights do on their way (`benchmarks.packed_products`).
+# What products by packed weights do on their way (`benchmarks.quantized_products`).
 APART |= {"round_rows", "rms_norm_round", "wide_rms_norm_round", "add_rms_norm_round", "silu_mul_round"}
-APART |= {"rounded_linear"}
+APART |= {"quantized_linear"}
 # Only where it is asked for (`benchmarks.sparsity.attention`).
 APART |= {"block_sparse_attention", "page_sparse_attention"}
 
@@ -192,8 +192,8 @@ def key(rows: int) -> Key:
     return Key("linear", "bfloat16", OUT, WIDTH, rows)
 
 
-def measured(algorithm: bytes, seconds: float = 1e-6, version: int = VERSION) -> Choice:
-    return Choice("cublaslt", {"version": version, "algorithm": algorithm.hex()}, seconds, 1e-3)
+def measured(algorithm: bytes, seconds: float = 1e-6, version: int = VERSION) -> TunedChoice:
+    return TunedChoice("cublaslt", {"version": version, "algorithm": algorithm.hex()}, seconds, 1e-3)
 
 
 @pytest.fixture
@@ -229,17 +229,23 @@ def clock(monkeypatch: pytest.MonkeyPatch, library: ColumnLibrary, times: dict[b
     return timed
 
 
-def tuned(table: dict[Key, Choice], known: dict[Key, Choice], rows: Sequence[int] = (96,)) -> dict[int, Choice]:
+def tuned(
+    table: dict[Key, TunedChoice], known: dict[Key, TunedChoice], rows: Sequence[int] = (96,)
+) -> dict[int, TunedChoice]:
     return {found.key.rows: found.choice for found in tune_algorithms([PRODUCT], table, known, rows)}
 
 
 TIMES = {None: 10.0, proposal(1): 10.0, proposal(2): 8.0, proposal(3): 9.0, proposal(7): 7.0}
 
 
-FAST, SLOW, OTHER = Choice("skinny", {}, 8.1, 10.0), Choice("skinny", {}, 9.0, 10.0), Choice("cublas", {}, 8.1, 8.1)
+FAST, SLOW, OTHER = (
+    TunedChoice("small M", {}, 8.1, 10.0),
+    TunedChoice("small M", {}, 9.0, 10.0),
+    TunedChoice("cublas", {}, 8.1, 8.1),
+)
 KNOWN, STALE = measured(proposal(7)), measured(proposal(7), version=VERSION - 1)
-SECOND = Choice("cublaslt", {"version": VERSION, "algorithm": proposal(2).hex()}, 8.0, 10.0)
-SEVENTH = Choice("cublaslt", {"version": VERSION, "algorithm": proposal(7).hex()}, 7.0, 10.0)
+SECOND = TunedChoice("cublaslt", {"version": VERSION, "algorithm": proposal(2).hex()}, 8.0, 10.0)
+SEVENTH = TunedChoice("cublaslt", {"version": VERSION, "algorithm": proposal(7).hex()}, 7.0, 10.0)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +262,7 @@ SEVENTH = Choice("cublaslt", {"version": VERSION, "algorithm": proposal(7).hex()
     ],
 )
 def test_what_is_found_beside_the_table(
-    table: dict[Key, Choice], known: dict[Key, Choice], rows: tuple[int, ...], found: dict[int, Choice],
+    table: dict[Key, TunedChoice], known: dict[Key, TunedChoice], rows: tuple[int, ...], found: dict[int, TunedChoice],
     monkeypatch: pytest.MonkeyPatch, library: ColumnLibrary,
 ) -> None:  # fmt: skip
     timed = clock(monkeypatch, library, TIMES)
@@ -266,7 +272,7 @@ def test_what_is_found_beside_the_table(
 
 def test_less_than_two_percent_is_no_gain(monkeypatch: pytest.MonkeyPatch, library: ColumnLibrary) -> None:
     clock(monkeypatch, library, TIMES | {proposal(2): 9.9, proposal(3): 9.85})
-    assert tuned({}, {}) == {96: Choice("cublas", {}, 10.0, 10.0)}
+    assert tuned({}, {}) == {96: TunedChoice("cublas", {}, 10.0, 10.0)}
 
 
 def test_a_weight_that_no_algorithm_would_serve_is_not_measured(
@@ -300,5 +306,5 @@ def test_calls_are_by_the_algorithm_in_the_table(library: ColumnLibrary) -> None
     for call in calls:
         call()
     assert library.multiplied_by == [proposal(7)] * 2
-    assert calls_by_table(PRODUCT, x, weights, {key(96): Choice("cublas", {}, 1.0, 1.0)}) is None
+    assert calls_by_table(PRODUCT, x, weights, {key(96): TunedChoice("cublas", {}, 1.0, 1.0)}) is None
     assert calls_by_table(PRODUCT, x[:40], weights, {key(96): measured(proposal(7))}) is None

@@ -14,7 +14,7 @@ import numpy
 import pytest
 
 from strata.bench.load.answer import Answer, AnswerFault, EventParser
-from strata.bench.load.arrivals import LEAST_RATE, Rate, arrival_times, parse_rates, saturation_rate
+from strata.bench.load.arrivals import MIN_RATE, Rate, arrival_times, parse_rates, saturation_rate
 from strata.bench.load.measures import figures, parse_objectives, percentile
 from strata.bench.load.request_sets import (
     Ask,
@@ -72,9 +72,9 @@ def test_arrivals_of_extreme_shapes_end_when_the_rate_says(burstiness: float) ->
 
 def test_no_shape_at_the_lowest_rate_is_beyond_what_a_float_holds() -> None:
     for burstiness, seed in product((1e-320, 0.001, 0.005, 1.0), range(40)):
-        times = arrival_times(50, LEAST_RATE, burstiness, seed)
+        times = arrival_times(50, MIN_RATE, burstiness, seed)
         assert times == sorted(times)
-        assert times[-1] == pytest.approx(50 / LEAST_RATE)
+        assert times[-1] == pytest.approx(50 / MIN_RATE)
 
 
 def test_arrivals_are_those_of_their_seed() -> None:

@@ -198,7 +198,7 @@ def test_parts_of_the_whole_add_up(found: list[ServedGaps]) -> None:
     assert [one.request_rate for one in found] == [50.0, math.inf]
     for one in found:
         assert one.idle + one.split.wall == pytest.approx(one.wall)
-        assert sum(one.split.parts().values()) == pytest.approx(one.split.wall)  # a CPU has no floor
+        assert sum(one.split.breakdown().values()) == pytest.approx(one.split.wall)  # a CPU has no floor
         assert sum(kind.seconds for kind in one.steps.values()) == pytest.approx(one.split.busy)
         assert one.steps["with prompts"].tokens > one.steps["decodes alone"].tokens
         means = sum(part["mean"] for part in one.ttft.parts.values())

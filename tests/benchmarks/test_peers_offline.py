@@ -25,7 +25,7 @@ TINY = SHAPES["0.6B"] | {
 }  # fmt: skip
 
 
-class RecordingEngine:
+class CapturingEngine:
     """A module like vLLM's, whose LLM keeps what it is asked. yields: tokens of an answer, of those asked for."""
 
     def __init__(self, yields: Callable[[int], int] = lambda tokens: tokens) -> None:
@@ -33,7 +33,7 @@ class RecordingEngine:
         self.calls: list[tuple[list[list[int]], list[SimpleNamespace]]] = []
         self._yields = yields
 
-    def LLM(self, **options: Any) -> RecordingEngine:
+    def LLM(self, **options: Any) -> CapturingEngine:
         self.options = options
         self.config = json.loads((Path(options["model"]) / "config.json").read_text())
         return self
@@ -46,7 +46,7 @@ class RecordingEngine:
 
 @pytest.mark.parametrize("name", offline.TESTS)
 def test_an_engine_gets_the_requests_of_strata_bench(name: str) -> None:
-    engine, test = RecordingEngine(), workloads.named(name)
+    engine, test = CapturingEngine(), workloads.named(name)
     (result,) = offline.results(engine, "8B", [test], repeat=2, more={})
     warm_up, first, second = engine.calls
     assert first[0] == [list(prompt) for prompt in test.prompts]
@@ -60,7 +60,7 @@ def test_an_engine_gets_the_requests_of_strata_bench(name: str) -> None:
 
 
 def test_an_engine_is_set_up_as_strata_bench_does() -> None:
-    engine = RecordingEngine()
+    engine = CapturingEngine()
     list(offline.results(engine, "8B", [], repeat=1, more={}))
     assert engine.config == SHAPES["8B"]
     named = ("enable_prefix_caching", "dtype", "max_model_len", "load_format", "skip_tokenizer_init")
@@ -71,7 +71,7 @@ def test_an_engine_is_set_up_as_strata_bench_does() -> None:
 
 
 def test_too_few_tokens_are_an_error() -> None:
-    engine = RecordingEngine(yields=lambda tokens: tokens - 1)
+    engine = CapturingEngine(yields=lambda tokens: tokens - 1)
     with pytest.raises(RuntimeError, match="T2 asked for 8 output tokens and got 7"):
         list(offline.results(engine, "0.6B", [workloads.single()], repeat=1, more={}))
 

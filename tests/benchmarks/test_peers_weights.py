@@ -23,7 +23,7 @@ from benchmarks.peers.table import row_name
 from strata import LLM, SamplingParams
 from strata.models.shapes import SHAPES
 from tests.benchmarks.conftest import MakeEngines
-from tests.benchmarks.test_peers_offline import RecordingEngine
+from tests.benchmarks.test_peers_offline import CapturingEngine
 from tests.models.checkpoints import FAMILY_CONFIGS
 
 _FEW = {"vocab_size": 803, "hidden_size": 96, "num_hidden_layers": 3, "max_position_embeddings": 256, "eos_token_id": 1}
@@ -164,7 +164,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_made(
 
 
 def test_an_engine_loads_the_folder(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, folder = RecordingEngine(), folders("V2-Lite")
+    engine, folder = CapturingEngine(), folders("V2-Lite")
     list(offline.results(engine, "V2-Lite", [], repeat=1, more={}, weights=folder))
     assert (engine.options["model"], engine.options["load_format"]) == (str(folder), "auto")
 

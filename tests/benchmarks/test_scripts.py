@@ -31,8 +31,8 @@ from strata.engine.program.sizes import StepSizes
 from strata.engine.sampling_params import SamplingParams
 from strata.hardware.replay import Timing
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
-from strata.kernels.linear.packed.split_product import SplitTile
-from strata.kernels.quant.packed import PackedWeight, dense, pack
+from strata.kernels.linear.quantized.split_product import SplitTile
+from strata.kernels.quant.quantized import QuantizedWeight, dense, pack
 from strata.kernels.quant.round_rows import round_rows
 from strata.kernels.quant.schemes import SCHEMES
 
@@ -200,7 +200,7 @@ cases = importlib.import_module("benchmarks.planted.cases")
 def test_steps_that_launch_eagerly_find_no_recording() -> None:
     sizes, decode = StepSizes([BufferShape(1, 1, 1)]), StepShape(1, 1, 1, decodes=True)
     assert sizes.holding(decode) == BufferShape(1, 1, 1)
-    with cases.no_recorded_steps(None):
+    with cases.no_captured_steps(None):
         assert sizes.holding(decode) is None
 
 
@@ -238,7 +238,7 @@ HOPPER = DeviceLimits("any", (9, 0), SHARED_BYTES, 132)
 
 
 def plain(
-    values: Tensor, scales: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, tile: SplitTile
+    values: Tensor, scales: Tensor, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, tile: SplitTile
 ) -> Tensor:
     assert values.shape[0] == 136
     return (values.float() * scales @ dense(weight).t()).to(dtype)

@@ -23,7 +23,7 @@ from strata.cache.prefix import PrefixTree
 from strata.cache.staging import Staging
 from strata.cache.tables import BufferShape, StepBuffer
 from strata.cache.window_pages import WindowPages, WindowTable
-from strata.kernels.state.kept_keys import ELSEWHERE, KeptKeys
+from strata.kernels.state.dcp_shard import ELSEWHERE, DcpShard
 
 
 class Books(RuleBasedStateMachine):
@@ -278,7 +278,7 @@ def test_tokens_of_other_ranks_are_told_from_padding() -> None:
     """Three ranks divide pages of 3 * 4 tokens; the second keeps positions 1, 4, 7 and 10 of a page."""
     made, held = buffer(9, 3, 2), tables()
     starts, counts = np.array([10, 0], np.int32), np.array([4, 3], np.int32)
-    made.place(held, PAGE, np.array([2, 0], np.int32), starts, counts, KeptKeys(3, 1))
+    made.place(held, PAGE, np.array([2, 0], np.int32), starts, counts, DcpShard(3, 1))
     first = [7 * PAGE + 3, ELSEWHERE, ELSEWHERE, 9 * PAGE]  # positions 10 to 13
     assert made.host["slot_mapping"].tolist() == [*first, ELSEWHERE, 5 * PAGE, ELSEWHERE, -1, -1]
     assert made.host["lengths"].tolist() == [14, 3, 0]
@@ -287,11 +287,11 @@ def test_tokens_of_other_ranks_are_told_from_padding() -> None:
 def test_parts_of_a_step_have_their_starts_in_the_buffer() -> None:
     """Decodes, whose rows begin where they end, and prompts, of which one has a single token; then padding."""
     counts, held = np.array([1, 1, 5, 1], np.int32), tables()
-    for size, recorded, bounds in ((4, False, [2, 4]), (6, True, [2, 5])):
+    for size, captured, bounds in ((4, False, [2, 4]), (6, True, [2, 5])):
         made = buffer(8 if size == 4 else 20, size, 2)
         made.place(held, PAGE, np.array([2, 0, 1, 0], np.int32), np.array([6, 3, 0, 2], np.int32), counts)
-        parts = made.divide(counts, recorded=recorded)
-        assert (parts.decodes, parts.virtual, parts.begin) == (None if recorded else 2, None, False)
+        parts = made.divide(counts, captured=captured)
+        assert (parts.decodes, parts.query_chunks, parts.begin) == (None if captured else 2, None, False)
         made.send()
         assert parts.decode_lengths.tolist() == [7, 4, 0, 0, 0, 0][:size]
         assert parts.starts.tolist() == [1, 2, 2, 7, 8, 20][:size]
@@ -300,25 +300,25 @@ def test_parts_of_a_step_have_their_starts_in_the_buffer() -> None:
 
 
 def test_the_host_knows_whether_all_prompts_of_a_step_begin() -> None:
-    """Whatever stands before the decodes in front of them; of a recorded step another may be replayed."""
+    """Whatever stands before the decodes in front of them; of a captured step another may be replayed."""
     counts, slots, held = np.array([1, 1, 5, 2], np.int32), np.array([2, 0, 1, 0], np.int32), tables()
-    for starts, recorded, begin in (
+    for starts, captured, begin in (
         ([6, 0, 0, 0], False, True),
         ([6, 0, 0, 1], False, False),
         ([6, 0, 0, 0], True, False),
     ):
         made = buffer(20, 6, 2)
         made.place(held, PAGE, slots, np.array(starts, np.int32), counts)
-        assert made.divide(counts, recorded=recorded).begin == begin
+        assert made.divide(counts, captured=captured).begin == begin
 
 
 def test_a_fresh_step_has_prompts_alone() -> None:
     """Also those of one token that come first."""
-    shape = BufferShape(20, 4, 2, 3, fresh=True)
+    shape = BufferShape(20, 4, 2, 3, pure_prefill=True)
     staging = Staging(shape.size, torch.device("cpu"))
     made, counts = StepBuffer(shape, staging, staging.target(shape.size)), np.array([1, 5], np.int32)
     made.place(tables(), PAGE, np.array([2, 0], np.int32), np.array([0, 0], np.int32), counts)
-    parts = made.divide(counts, recorded=True)
+    parts = made.divide(counts, captured=True)
     made.send()
     assert (parts.decodes, parts.begin) == (0, True)
     assert parts.decode_lengths.tolist() == [0, 0, 0, 0]
@@ -345,10 +345,10 @@ def test_the_fields_are_views_of_one_buffer() -> None:
     assert made.tensors["seeds"].view(torch.int64).shape == (1,)
 
 
-def apart(slots: int, most_pages: int) -> BlockTables:
+def apart(slots: int, page_limit: int) -> BlockTables:
     """Tables whose device's side is other memory, as on CUDA."""
-    made = BlockTables(slots, most_pages, torch.device("cpu"))
-    made.on_device, made._shared = torch.zeros(slots + 1, most_pages, dtype=torch.int32), False
+    made = BlockTables(slots, page_limit, torch.device("cpu"))
+    made.on_device, made._shared = torch.zeros(slots + 1, page_limit, dtype=torch.int32), False
     return made
 
 

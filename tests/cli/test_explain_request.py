@@ -19,7 +19,7 @@ from strata.cli.explain_output import draw, values
 from strata.cli.main import app
 from strata.engine.watch.request_ledger import Part as LedgerPart
 from strata.engine.watch.request_ledger import RequestLedger
-from strata.plan.explain.explanation import Part, Waterfall
+from strata.plan.explain.explanation import LostTime, Waterfall
 from strata.plan.explain.one_request import explain_request
 from tests.plan.report.sample import sample
 
@@ -115,7 +115,7 @@ def test_brackets_in_a_name_are_no_markup(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_an_unknown_floor_is_null_and_what_is_a_rounding_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    parts = (Part("a", "system", "host", 0.3), Part("b", "system", "host", -0.005))
+    parts = (LostTime("a", "system", "host", 0.3), LostTime("b", "system", "host", -0.005))
     found = replace(sample(), waterfall=Waterfall(0.3 - 0.005 - 1e-17, 0.0, parts))
     assert (values(found)["waterfall"]["floor"], values(found)["waterfall"]["share_of_floor"]) == (None, None)
     assert values(sample())["waterfall"]["share_of_floor"] == sample().waterfall.floor / 1.9

@@ -32,7 +32,7 @@ from strata.comm.token_messages import gather_keys_values, gather_tokens
 from strata.comm.under_way import finish_add_rms_norm, finish_all_reduce, start_all_reduce
 from strata.cost.nodes import node_costs
 from strata.graph.bind import bind
-from strata.graph.capture import capture, operation_of
+from strata.graph.trace import operation_of, trace
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.linear.linear import linear
 from strata.kernels.norm.norm import add_rms_norm
@@ -115,7 +115,7 @@ def sums_and_columns(world: World, folder: Path) -> dict[str, Any]:
     for dim in (1, -1):
         found[f"gathered {dim}"] = all_gather(part_of(world.rank), axis, dim).tolist()
     x = torch.randn(5, 4 * world.size, generator=torch.Generator().manual_seed(1))
-    graph = bind(capture(Sharded(world.size, world.rank)), "cpu", axes={"tp": axis})
+    graph = bind(trace(Sharded(world.size, world.rank)), "cpu", axes={"tp": axis})
     assert symmetric.with_symmetric_memory(axis, world.device) is axis, "there is none between processes of a CPU"
     symmetric._why_not = lambda *_: None
     symmetric._exchanged = fails_on_the_last
@@ -169,7 +169,7 @@ def test_costs_by_hand() -> None:
 
 
 def test_a_captured_graph_is_costed_without_ranks_and_knows_its_collectives() -> None:
-    graph = capture(Sharded(2, 0))
+    graph = trace(Sharded(2, 0))
     collectives = [node for node in graph.graph.nodes if (found := operation_of(node)) and found.collective]
     assert [node.name for node in collectives] == ["all_reduce", "all_gather"]
     costs = {one.operation: one for one in node_costs(graph, torch.empty(3, 4, device="meta"), WORKLOAD)}
@@ -183,11 +183,11 @@ def test_a_captured_graph_is_costed_without_ranks_and_knows_its_collectives() ->
 
 def test_a_graph_needs_the_axis_of_its_collectives() -> None:
     with pytest.raises(ValueError, match=r"all_reduce .*needs the axis 'tp' of 2 ranks.* given none; hand it over"):
-        bind(capture(Sharded(2, 0)), "cpu")
+        bind(trace(Sharded(2, 0)), "cpu")
     with pytest.raises(ValueError, match=r"needs the axis 'tp' of 2 ranks.* given one of 1"):
-        bind(capture(Sharded(2, 0)), "cpu", axes={"tp": ALONE})
+        bind(trace(Sharded(2, 0)), "cpu", axes={"tp": ALONE})
     with pytest.raises(TypeError, match="bind the graph with axes"):
-        capture(Sharded(2, 0))(torch.zeros(3, 4))
+        trace(Sharded(2, 0))(torch.zeros(3, 4))
 
 
 def test_what_does_not_divide_is_refused() -> None:

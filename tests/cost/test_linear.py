@@ -53,7 +53,7 @@ def test_steps_that_were_not_fitted_are_near_the_exact_model(
     model = meta_model(find_config(name), H200, **options)
     exact = StepModel(model, H200)
     sizes = model.sizes
-    times = linear(exact, sizes.max_tokens, sizes.max_sequences, sizes.max_length, recorded=8192)
+    times = linear(exact, sizes.max_tokens, sizes.max_sequences, sizes.max_length, captured=8192)
     errors = []
     for step in (*DECODES, *MIXED, *PROMPTS):
         decodes, keys, prompts = step
@@ -68,7 +68,7 @@ def test_steps_that_were_not_fitted_are_near_the_exact_model(
 def test_few_decodes_of_mixtures_read_few_experts(name: str, most: float) -> None:
     model = meta_model(find_config(name), H200)
     exact, sizes = StepModel(model, H200), model.sizes
-    times = linear(exact, sizes.max_tokens, sizes.max_sequences, sizes.max_length, recorded=8192)
+    times = linear(exact, sizes.max_tokens, sizes.max_sequences, sizes.max_length, captured=8192)
     for step in FEW:
         took = exact.on_device(Workload((1,) * step[0], (step[1],) * step[0]))
         assert predicted(times, step) == pytest.approx(took, rel=most)
@@ -83,7 +83,7 @@ def test_a_stage_sends_its_hidden_states_to_the_next() -> None:
     step = Workload((2048,), (2048,))
     sent = 2048 * 4096 * 2  # of so many tokens elements of two bytes
     assert first.link is not None
-    assert first.floor(step).communication == pytest.approx(first.link.least_seconds(1, sent))
+    assert first.floor(step).communication == pytest.approx(first.link.min_seconds(1, sent))
     assert last.floor(step).communication == 0
     (message,) = (node for node in first.model.step(step).timed if node.operation == "send_next")
     assert first.predictor.node(message, step).seconds > sent / first.link.bandwidth / 2
@@ -95,7 +95,7 @@ def test_a_stage_sends_its_hidden_states_to_the_next() -> None:
 def test_an_engine_of_few_tokens_and_one_sequence_has_times_too() -> None:
     model = meta_model(find_config("0.6B").with_layers((0, 1)), H200)
     exact = StepModel(model, H200)
-    times = linear(exact, tokens=16, sequences=1, longest=4096, recorded=16)
+    times = linear(exact, tokens=16, sequences=1, longest=4096, captured=16)
     for step in ((1, 256, ()), (1, 1024, ((0, 15),))):
         decodes, keys, prompts = step
         new = tuple(count for _, count in prompts)
@@ -113,7 +113,7 @@ def test_an_engine_of_few_tokens_and_one_sequence_has_times_too() -> None:
 def test_limits_of_an_engine_limit_what_is_fitted(options: dict[str, int], steps: list[Step]) -> None:
     model = meta_model(find_config("8B"), H200, **options)
     exact, sizes = StepModel(model, H200), model.sizes
-    times = linear(exact, sizes.max_tokens, sizes.max_sequences, sizes.max_length, recorded=8192)
+    times = linear(exact, sizes.max_tokens, sizes.max_sequences, sizes.max_length, captured=8192)
     for step in steps:
         decodes, keys, prompts = step
         new, behind = tuple(count for _, count in prompts), tuple(start + count for start, count in prompts)

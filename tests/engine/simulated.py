@@ -217,7 +217,7 @@ class SimulatedStep:
 
     @property
     def size(self) -> tuple[bool, int]:
-        """As if a recording served each 64 tokens."""
+        """As if a CUDA graph served each 64 tokens."""
         return self.plan.tokens > len(self.plan.chunks), -(-self.plan.tokens // 64)
 
     @property

@@ -184,9 +184,9 @@ def test_page_ends_of_prompts_may_be_overwritten(page_size: int, monkeypatch: py
     wanted = outputs()
     enter, overwritten, copies = Runner._enter_pages, 0, 0
 
-    def enter_and_overwrite(runner: Runner, plan: StepPlan, *, recorded: bool) -> None:
+    def enter_and_overwrite(runner: Runner, plan: StepPlan, *, captured: bool) -> None:
         nonlocal overwritten, copies
-        enter(runner, plan, recorded=recorded)
+        enter(runner, plan, captured=captured)
         overwritten += overwrite_page_ends(runner, plan)
         copies += len(plan.copies)
 

@@ -31,7 +31,7 @@ from strata.engine.sampler import DrawRow, Sampler
 from strata.engine.sampling_params import SamplingParams
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
-from strata.models.state import FixedState, PagedRows
+from strata.models.state import PagedRows, RecurrentState
 from tests.engine.program.programs import plain_sizes
 from tests.live_bytes import LiveBytes
 from tests.models.gpt_oss_checkpoints import GPT_OSS_CONFIGS
@@ -45,7 +45,7 @@ def planned(kind: str = "cpu", **own: Any) -> Ledger:
     """Of an engine of a few short sequences. own: other sizes, or what `plan_memory` is told beside them."""
     names = own.keys() & {field.name for field in fields(EngineSizes)} - {"weight_bytes"}
     sizes = replace(plain_sizes(POOL, 4, 64, 128), **{name: own.pop(name) for name in names})
-    vars(sizes)["recorded"] = own.pop("recorded", ())
+    vars(sizes)["captured"] = own.pop("captured", ())
     own = {"weight_bytes": 10**6, "utilization": 0.9, "num_pages": None, "scratch": 0} | own
     return plan_memory(CONFIG, sizes, torch.device(kind), **own)
 
@@ -64,7 +64,7 @@ def test_the_parts_add_up_to_the_budget() -> None:
 
 
 def test_fixed_states_are_counted_for_slots_padding_and_prefixes() -> None:
-    fixed = FixedState(((4, 16, 32), (3, 80)), (torch.float32, None))
+    fixed = RecurrentState(((4, 16, 32), (3, 80)), (torch.float32, None))
     states = [fixed if layer % 4 else PagedRows((8, 128)) for layer in range(28)]
     shape = StateShape.of(states, torch.bfloat16)
     assert shape is not None
@@ -82,7 +82,7 @@ def test_fixed_states_are_counted_for_slots_padding_and_prefixes() -> None:
     pool = StatePool(shape, 13, torch.device("cpu"))
     assert sum(tensor.nbytes for tensors in pool.tensors for tensor in tensors) == ledger.states
     assert [len(tensors) for tensors in pool.tensors[:5]] == [0, 2, 2, 2, 0]
-    huge = StateShape.of([FixedState(((1 << 40,),), (None,))], torch.bfloat16)
+    huge = StateShape.of([RecurrentState(((1 << 40,),), (None,))], torch.bfloat16)
     with pytest.raises(
         ValueError, match=r"fixed size of max_num_seqs=4 sequences need 10240.00 GiB: lower max_num_seqs"
     ):
@@ -129,8 +129,8 @@ def test_what_is_kept_for_sequences_by_hand() -> None:
 
 def test_what_attention_needs_is_counted() -> None:
     pytest.importorskip("triton")
+    from strata.kernels.attention import batch_invariant as attention_fixed
     from strata.kernels.attention import decode_cuda as decode_attention_cuda
-    from strata.kernels.attention import fixed as attention_fixed
 
     # 32 parts up to 8,192 keys, and 16 for each doubling after that.
     assert attention_fixed.scratch_bytes(256, 131072, 32, 128) == 256 * (32 + 4 * 16) * 32 * (128 + 2) * 4
@@ -146,7 +146,7 @@ def test_what_attention_needs_is_counted() -> None:
 
 def test_recorded_steps_keep_the_largest_logits_and_activations() -> None:
     sizes = [BufferShape(256, 256, 256), BufferShape(2048, 17, 16)]
-    ledger = planned(recorded=sizes, scratch=10**6)
+    ledger = planned(captured=sizes, scratch=10**6)
     activations = 2048 * (2 * CONFIG.hidden_size + 3 * CONFIG.intermediate_size) * 2
     assert ledger.graphs == 256 * CONFIG.vocab_size * 2 + activations + GIB // 2 + 10**6
     assert any("2 sizes of steps" in line for line in ledger.lines())
@@ -254,7 +254,7 @@ def test_activations_cover_what_a_gated_delta_net_and_gated_attention_hold() -> 
 
 def test_pages_that_are_numbers_alone_are_not_without_bound() -> None:
     """Of all of them the host would hold the ids, once enough has run."""
-    states = [FixedState(((4, 4),), (None,))] * 28
+    states = [RecurrentState(((4, 4),), (None,))] * 28
     own = {"states": StateShape.of(states, torch.bfloat16), "groups": page_groups(states, POOL, 1 << 20)}
     few, many = (
         planned(**own | {"max_length": length, "max_sequences": sequences})

@@ -194,7 +194,7 @@ HOST = (
     "cache.prefix",
     "engine.collect",
     "engine.faults",
-    "engine.given.segments",
+    "engine.args.segments",
     "engine.loop",
     "engine.outputs",
     "engine.plan",

@@ -63,7 +63,7 @@ def assert_within(found: Tensor | None, exact: Tensor, tolerance: float) -> None
 
 
 def assert_replays_have_the_bits_of(run: Callable[[], Tensor], wanted: Tensor, repeats: int, message: object) -> None:
-    """Launched, and as the last of many replays of one recording leaves it."""
+    """Launched, and as the last of many replays of one CUDA graph leaves it."""
     results: list[Tensor] = []
     time_replayed([lambda: results.append(run())], repeats=repeats)
     for result in (results[0], results[-1]):

@@ -1,4 +1,4 @@
-"""torch.compile as an executor on a GPU: recorded steps replay its kernels, with the logits of ours in bfloat16."""
+"""torch.compile as an executor on a GPU: captured steps replay its kernels, with the logits of ours in bfloat16."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def test_log_probabilities_are_those_of_the_graph(tmp_path: Path) -> None:
             seed=0,
         )
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        recorded = llm.engine.recorded
-        assert recorded is not None
-        assert recorded.sizes
-        assert not recorded.unrecorded["too_large"]
+        captured = llm.engine.captured
+        assert captured is not None
+        assert captured.sizes
+        assert not captured.uncaptured["too_large"]
         found.append([output.outputs[0].logprobs for output in outputs])
-        del llm, recorded  # or the next has no memory left
+        del llm, captured  # or the next has no memory left
     for plain, compiled in zip(*found, strict=True):
         for id, value in plain[0].items():  # later ones follow from the ids, which near ties may change
             if id in compiled[0]:

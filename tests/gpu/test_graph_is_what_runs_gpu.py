@@ -121,14 +121,14 @@ def traced_steps(engine: Engine, arrivals: Sequence[Sequence[int]]) -> Iterator[
     "arrivals",
     [
         *([(20,) * batch] for batch in (1, 8, 64, 256)),  # decode steps
-        [(20,) * 8, (300,)],  # recorded steps with prompts
+        [(20,) * 8, (300,)],  # captured steps with prompts
         [(20,) * 70, (513, 40)],
         [(2048,)],
         [(700, 90)],
         [(2100,)],
         [(20,) * 8, (2048,)],
         [(4000, 4000)],
-        [(20,) * 8, (4000, 4000, 1500)],  # more than is recorded
+        [(20,) * 8, (4000, 4000, 1500)],  # more than is captured
     ],
     ids=str,
 )
@@ -175,7 +175,7 @@ def compare(subject: tuple[Path, Engine], arrivals: list[tuple[int, ...]], schem
     compared = set()
     for workload, names in traced_steps(engine, arrivals):
         told, has_prompt = model.step(workload), max(workload.new) > 1
-        assert (told.graph in ("logits", "rounded_logits")) == has_prompt
+        assert (told.graph in ("logits", "quantized_logits")) == has_prompt
         # What prompts have got new pages for is entered into the block tables in front of the step: a kernel of ATen.
         wanted = collapsed(["(ATen)"] * has_prompt + told.kernels)
         found = collapsed([own_or_library(name) for name in names])
@@ -186,5 +186,5 @@ def compare(subject: tuple[Path, Engine], arrivals: list[tuple[int, ...]], schem
                 f"{found[max(0, place - 3) : place + 4]}. {len(wanted)} told, {len(found)} seen. All: {names}"
             )
         compared.add(told.graph)
-    assert compared & {"logits", "rounded_logits"}
+    assert compared & {"logits", "quantized_logits"}
     assert compared & {"decode_small_batch", "decode_large_batch"}

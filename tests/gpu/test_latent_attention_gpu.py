@@ -53,7 +53,7 @@ def test_results_are_near_float64(
     assert pages is not None
     wide = replace(pages, keys=(pages.keys[0].double(),))
     exact = latent_attention.reference(q.double(), row.double(), weight.double(), batch._replace(pages=wide), spec)
-    calls = [call] if decodes is None else [with_parts(call, decodes, recorded=recorded) for recorded in (False, True)]
+    calls = [call] if decodes is None else [with_parts(call, decodes, captured=captured) for captured in (False, True)]
     for given in calls:
         for deterministic in (False, True):
             found = latent_attention.bind("cuda", deterministic=deterministic)(*on_gpu(given)).cpu()
@@ -68,8 +68,8 @@ def test_long_prompts_are_expanded_beside_decodes() -> None:
     unread = row.clone()
     unread[:2] = float("nan")
     exact = latent_attention.reference(*on_gpu((q.float(), row.float(), weight.float(), widened(batch), spec)))
-    for recorded in (False, True):
-        given = on_gpu(with_parts((q, unread, weight, batch, spec), 2, recorded=recorded))
+    for captured in (False, True):
+        given = on_gpu(with_parts((q, unread, weight, batch, spec), 2, captured=captured))
         bound = latent_attention.bind("cuda")
         assert bound.choose(*given).name == PROMPTS_EXPANDED
         difference = (bound(*given) - exact).abs().max()
@@ -78,8 +78,8 @@ def test_long_prompts_are_expanded_beside_decodes() -> None:
 
 def test_a_recording_attends_for_prompts_that_begin_and_others() -> None:
     """Only the device knows which do when it is replayed."""
-    first = on_gpu(with_parts(make_call(LITE, (1, 130, 69), (40, 130, 69), torch.bfloat16), 1, recorded=True))
-    other = on_gpu(with_parts(make_call(LITE, (1, 60, 139), (9, 93, 139), torch.bfloat16), 1, recorded=True))
+    first = on_gpu(with_parts(make_call(LITE, (1, 130, 69), (40, 130, 69), torch.bfloat16), 1, captured=True))
+    other = on_gpu(with_parts(make_call(LITE, (1, 60, 139), (9, 93, 139), torch.bfloat16), 1, captured=True))
     most = max(call[3].pages.tables.shape[1] for call in (first, other))
     first, other = (wide_tables(call, most) for call in (first, other))
     bound, graph = latent_attention.bind("cuda"), torch.cuda.CUDAGraph()
@@ -99,7 +99,7 @@ def widened(batch: Sequences) -> Sequences:
 
 
 def wide_tables(call: Call, most: int) -> Call:
-    """With tables and pools of one size, as a recording has them."""
+    """With tables and pools of one size, as a CUDA graph has them."""
     q, row, weight, batch, spec = call
     pages = batch.pages
     assert pages is not None
@@ -111,7 +111,7 @@ def wide_tables(call: Call, most: int) -> Call:
 
 
 def tensors_of(call: Call) -> list[torch.Tensor]:
-    """What differs between two steps that replay one recording."""
+    """What differs between two steps that replay one CUDA graph."""
     q, row, weight, batch, _ = call
     pages = batch.pages
     assert pages is not None

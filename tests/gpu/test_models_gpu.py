@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from strata.cache.pool import KVPool, PoolShape
 from strata.graph.bind import bind
-from strata.graph.capture import capture, capture_head
 from strata.graph.fuse import fuse
 from strata.graph.merge import merge
+from strata.graph.trace import trace, trace_head
 from strata.kernels.state.paged import PagedKV
 from strata.models import weights
 from strata.models.batch import Batch
@@ -40,8 +40,8 @@ def test_error_of_bf16_logits(shape: str, deterministic: bool, tmp_path: Path) -
     del peer
     gc.collect()
     torch.cuda.empty_cache()
-    graph = bind(fuse(merge(capture(model))), "cuda", deterministic)
-    head = bind(capture_head(model), "cuda", deterministic)
+    graph = bind(fuse(merge(trace(model))), "cuda", deterministic)
+    head = bind(trace_head(model), "cuda", deterministic)
     pool_shape = PoolShape(config.num_layers, PAGE, config.num_kv_heads, config.head_dim, torch.bfloat16)
     pool = KVPool(pool_shape, LENGTH // PAGE + 2, torch.device("cuda"))
     with torch.inference_mode():

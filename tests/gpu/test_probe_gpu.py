@@ -31,7 +31,7 @@ def test_a_call_that_is_recorded_often_takes_as_long_as_one() -> None:
     pair = torch.empty(2, 256 * 2**20, dtype=torch.uint8, device="cuda")
     copy = partial(pair[1].copy_, pair[0])
     once, often = (min(time_replayed([copy], repeats=50, estimate=estimate).runs) for estimate in (1.0, 1e-4))
-    assert 1 / 2 < often / once < 2  # it is recorded ten times
+    assert 1 / 2 < often / once < 2  # it is captured ten times
 
 
 pytestmark = pytest.mark.gpu

@@ -18,8 +18,8 @@ from strata.models.layers import CausalLM
 from tests.dummies import randomize
 from tests.engine.program.programs import decode, graph_of, replayed, step_program
 from tests.graph.lockstep import run_in_lockstep
-from tests.graph.test_divide_tokens import DRAWN, ROWS, batch_of, int32
-from tests.graph.test_divide_tokens import STEPS as DIVIDED_STEPS
+from tests.graph.test_shard_tokens import DRAWN, ROWS, batch_of, int32
+from tests.graph.test_shard_tokens import STEPS as DIVIDED_STEPS
 from tests.models.batches import HandPaged, packed, random_sequences
 from tests.parallel.shards import joined, shard_of
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import fx
 
-from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
 from strata.graph.fuse import fuse, fuse_decode_attention, fuse_gated_products
 from strata.graph.fuse_products import fuse_products
 from strata.graph.merge import merge
+from strata.graph.trace import trace, trace_head
 from strata.graph.walk import meta_indices, meta_pages
 from strata.hardware.roofline import Workload
 from strata.models.batch import Batch
@@ -43,7 +43,7 @@ def meta_model_of(name: str) -> tuple[CausalLM, ModelConfig]:
 
 def whole(model: CausalLM) -> fx.GraphModule:
     """From Batch to logits."""
-    return compose(capture(model), capture_head(model))
+    return compose(trace(model), trace_head(model))
 
 
 def fused(model: CausalLM) -> fx.GraphModule:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from strata.comm.collectives import Pending
 from strata.comm.experts.sent_rows import Arrived
 from strata.comm.reduced_norm import linear_all_reduce_add_rms_norm
-from strata.graph.capture import operation_of
+from strata.graph.trace import operation_of
 from strata.kernels.linear.linear import linear
 from strata.kernels.norm.norm import rms_norm
 

@@ -14,10 +14,10 @@ from strata.engine.program.meta_model import MetaModel
 from strata.engine.startup.packing import Packing
 from strata.graph.bind import bind
 from strata.graph.buffers import CUDA_BLOCK, buffer_plan
-from strata.graph.capture import capture
 from strata.graph.deferred import make_code
 from strata.graph.fuse import fuse
 from strata.graph.merge import merge
+from strata.graph.trace import trace
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.models.config import config_from_dict
@@ -46,7 +46,7 @@ def test_a_small_model_by_hand() -> None:
     """Most is alive where the gate is: the residual, both halves of a product, which is read as it lies, and what
     comes of them. A result of views, the split queries, takes nothing."""
     with torch.device("meta"):
-        graph = bind(fuse(merge(capture(Tiny()))), "cpu")
+        graph = bind(fuse(merge(trace(Tiny()))), "cpu")
     tokens, meta = 11, tiny_batch(11)
     plan = buffer_plan(
         graph, type(meta)(*(one.to("meta") if isinstance(one, Tensor) else one for one in vars(meta).values()))

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from strata.graph.bind import bind
-from strata.graph.capture import capture, capture_head
 from strata.graph.deferred import DeferredGraph
 from strata.graph.match import Call, Hole, find, match
 from strata.graph.merge import merge
+from strata.graph.trace import trace, trace_head
 from strata.hardware.roofline import Cost
 from strata.kernels.linear.linear import linear
 from strata.kernels.op import Operation
@@ -27,7 +27,7 @@ writes = Operation("writes", lambda x: x, cost=lambda x, workload: Cost(), meta=
 def test_one_graph_serves_any_batch() -> None:
     torch.manual_seed(0)
     model = Tiny()
-    graph = capture(model)
+    graph = trace(model)
     for lengths in ((1,), (5, 3), (2, 9, 4)):
         batch = packed(*lengths)
         torch.testing.assert_close(graph(batch), model(batch), rtol=0, atol=0)
@@ -36,11 +36,11 @@ def test_one_graph_serves_any_batch() -> None:
 def test_head_is_a_graph_of_its_own() -> None:
     model = Tiny()
     hidden = torch.randn(3, model.lm_head.weight.shape[1])
-    torch.testing.assert_close(capture_head(model)(hidden), hidden @ model.lm_head.weight.T)
+    torch.testing.assert_close(trace_head(model)(hidden), hidden @ model.lm_head.weight.T)
 
 
 def test_nodes_know_module_and_layer() -> None:
-    nodes = [node for node in capture(Tiny()).graph.nodes if node.op == "call_function"]
+    nodes = [node for node in trace(Tiny()).graph.nodes if node.op == "call_function"]
     named = {node.meta["module"]: node.meta["layer"] for node in nodes if node.target is linear}
     assert named["layers.1.down_proj"] == 1
     assert named["layers.0.q_proj"] == 0
@@ -48,7 +48,7 @@ def test_nodes_know_module_and_layer() -> None:
 
 
 def test_each_attribute_and_parameter_is_fetched_once() -> None:
-    nodes = capture(Tiny()).graph.nodes
+    nodes = trace(Tiny()).graph.nodes
     attributes = [node.args[1] for node in nodes if node.target is getattr]
     assert sorted(attributes) == ["pages", "tokens"]
     parameters = [node.target for node in nodes if node.op == "get_attr"]
@@ -61,7 +61,7 @@ def test_a_constant_tensor_is_refused() -> None:
             return linear(x, torch.ones(3, 4), None)
 
     with pytest.raises(ValueError, match="neither a parameter nor a buffer"):
-        capture(Constant())
+        trace(Constant())
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -70,7 +70,7 @@ def test_bound_graph_runs_and_can_be_bound_again(deterministic: bool) -> None:
     model = Tiny()
     batch = packed(4, 6)
     expected = model(batch)
-    graph = bind(merge(capture(model)), "cpu", deterministic)
+    graph = bind(merge(trace(model)), "cpu", deterministic)
     assert not any(isinstance(node.target, Operation) for node in graph.graph.nodes)
     torch.testing.assert_close(graph(batch), expected, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(bind(graph, "cpu")(batch), expected, rtol=2e-5, atol=2e-5)
@@ -107,7 +107,7 @@ class Named(nn.Module):
 def test_names_that_differ_by_a_dot_alone_stay_apart() -> None:
     model, x = Named(), torch.randn(3, 4)
     expected = model(x)
-    graph = bind(capture(model), "cpu")
+    graph = bind(trace(model), "cpu")
     torch.testing.assert_close(graph(x), expected)
     assert callable(graph.print_readable), "torch's own method of a graph"
     torch.testing.assert_close(bind(graph, "cpu")(x), expected)
@@ -120,7 +120,7 @@ def test_dead_operations_go_but_writes_stay() -> None:
             linear(batch.tokens, batch.tokens, None)
             return batch.tokens
 
-    targets = [node.target for node in capture(Writes()).graph.nodes]
+    targets = [node.target for node in trace(Writes()).graph.nodes]
     assert writes in targets
     assert linear not in targets
 
@@ -131,7 +131,7 @@ def test_missing_invariant_implementation_is_named() -> None:
             return writes(batch.tokens)
 
     with pytest.raises(NotImplementedError, match="writes has no batch-invariant implementation for cpu"):
-        bind(capture(Writes()), "cpu", deterministic=True)
+        bind(trace(Writes()), "cpu", deterministic=True)
 
 
 class Doubled(torch.nn.Module):
@@ -161,7 +161,7 @@ def make_product(graph: fx.GraphModule) -> None:
 
 
 def test_a_call_runs_the_graph_as_it_is(made: list[fx.GraphModule]) -> None:
-    graph, x = capture(Doubled()), torch.tensor(3.0)
+    graph, x = trace(Doubled()), torch.tensor(3.0)
     assert made == []
     assert graph(x) == graph.forward(x) == 6
     assert made == [graph]
@@ -173,7 +173,7 @@ def test_a_call_runs_the_graph_as_it_is(made: list[fx.GraphModule]) -> None:
 
 
 def test_graphs_are_apart() -> None:
-    first, second, x = capture(Doubled()), capture(Doubled()), torch.tensor(5.0)
+    first, second, x = trace(Doubled()), trace(Doubled()), torch.tensor(5.0)
     make_product(second)
     assert (first(x), second(x)) == (10, 25)
     assert "x * x" in second.code
@@ -181,7 +181,7 @@ def test_graphs_are_apart() -> None:
 
 
 def test_a_bound_graph_is_ready(made: list[fx.GraphModule]) -> None:
-    graph = bind(capture(Doubled()), "cpu")
+    graph = bind(trace(Doubled()), "cpu")
     assert isinstance(graph, DeferredGraph)
     assert made == [graph]
     graph(torch.ones(1))

@@ -14,10 +14,10 @@ from strata.cost.draw import duration, quantity, rows_by, table
 from strata.cost.nodes import node_costs, parameter_count, total
 from strata.cost.step_costs import step_costs
 from strata.graph.bind import bind
-from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
+from strata.graph.trace import trace, trace_head
 from strata.graph.walk import meta_indices, meta_pages
 from strata.hardware.links import link_of
 from strata.hardware.roofline import Workload, floor
@@ -42,7 +42,7 @@ def meta_batch(workload: Workload) -> Batch:
 def costs(workload: Workload = WORKLOAD):
     with torch.device("meta"):
         model = Tiny()
-    return node_costs(merge(capture(model)), meta_batch(workload), workload)
+    return node_costs(merge(trace(model)), meta_batch(workload), workload)
 
 
 def test_linear_flops_and_bytes() -> None:
@@ -82,18 +82,18 @@ def test_residual_additions_are_counted_and_views_are_not() -> None:
 def test_parameters_are_counted_once() -> None:
     model = Tiny()
     everything = sum(parameter.numel() for parameter in model.parameters())
-    forward = node_costs(capture(model), meta_batch(WORKLOAD), WORKLOAD)
-    head = node_costs(capture_head(model), torch.empty(2, HIDDEN, device="meta"), WORKLOAD)
+    forward = node_costs(trace(model), meta_batch(WORKLOAD), WORKLOAD)
+    head = node_costs(trace_head(model), torch.empty(2, HIDDEN, device="meta"), WORKLOAD)
     assert parameter_count(forward + head) == everything
     assert parameter_count(costs()) == everything - VOCABULARY * HIDDEN
     model.lm_head.weight = model.embed.weight
-    tied = node_costs(capture_head(model), torch.empty(2, HIDDEN, device="meta"), WORKLOAD)
-    forward = node_costs(capture(model), meta_batch(WORKLOAD), WORKLOAD)
+    tied = node_costs(trace_head(model), torch.empty(2, HIDDEN, device="meta"), WORKLOAD)
+    forward = node_costs(trace(model), meta_batch(WORKLOAD), WORKLOAD)
     assert parameter_count(forward + tied) == everything - VOCABULARY * HIDDEN
 
 
 def test_bound_and_unbound_graphs_cost_the_same() -> None:
-    graph = merge(capture(Tiny()))
+    graph = merge(trace(Tiny()))
     before = node_costs(graph, meta_batch(WORKLOAD), WORKLOAD)
     assert node_costs(bind(graph, "cpu"), meta_batch(WORKLOAD), WORKLOAD) == before
 
@@ -102,7 +102,7 @@ def test_bound_and_unbound_graphs_cost_the_same() -> None:
 def test_any_step_follows_from_one_look_at_the_graph(workload: Workload) -> None:
     with torch.device("meta"):
         model = Tiny()
-    graph = gather_after_attention(merge(compose(capture(model), capture_head(model))))
+    graph = gather_after_attention(merge(compose(trace(model), trace_head(model))))
 
     def ones(tokens: int, rows: int) -> tuple[Batch, Tensor]:
         return meta_batch(Workload((1,) * tokens, (1,) * tokens)), meta_indices(rows)
@@ -110,7 +110,7 @@ def test_any_step_follows_from_one_look_at_the_graph(workload: Workload) -> None
     rows, tokens = len(workload.new), workload.tokens
     step = step_costs(graph, ones).step(workload, rows)
     nodes = node_costs(graph, (meta_batch(workload), meta_indices(rows)), workload)
-    assert step == total(nodes).least
+    assert step == total(nodes).in_step
     # Behind the last attention only the sampled rows are computed: its output projection and MLP, two additions and the
     # last norm, and the head.
     behind = HEADS * HEAD_DIM * HIDDEN + 3 * HIDDEN * INNER
@@ -142,7 +142,7 @@ def with_messages(graph: fx.GraphModule, along: Along) -> fx.GraphModule:
 def test_messages_of_any_step() -> None:
     with torch.device("meta"):
         model = Tiny()
-    whole = merge(compose(capture(model), capture_head(model)))
+    whole = merge(compose(trace(model), trace_head(model)))
     graph = gather_after_attention(with_messages(whole, Along("tp", 2)))
 
     def ones(tokens: int, rows: int) -> tuple[Batch, Tensor]:
@@ -151,7 +151,7 @@ def test_messages_of_any_step() -> None:
     workload, rows = Workload((3, 1, 6), (3, 9, 8)), 3
     step = step_costs(graph, ones).step(workload, rows)
     nodes = node_costs(graph, (meta_batch(workload), meta_indices(rows)), workload)
-    assert step == total(nodes).least
+    assert step == total(nodes).in_step
     assert step.messages == 2 * LAYERS + 1
     # Of two ranks each sends half of what it has, and half of the sum; of the logits what it has. The last layer's two
     # sums are behind the last attention.
@@ -185,7 +185,7 @@ def test_an_uncosted_function_is_named() -> None:
             return operator.mul(x, 2)
 
     with pytest.raises(NotImplementedError, match="the cost of 'mul'"):
-        node_costs(capture(Doubles()), torch.empty(3, device="meta"), WORKLOAD)
+        node_costs(trace(Doubles()), torch.empty(3, device="meta"), WORKLOAD)
 
 
 def test_rows_add_up_and_name_merged_parts() -> None:
@@ -195,7 +195,7 @@ def test_rows_add_up_and_name_merged_parts() -> None:
     assert sum(row.count for row in rows) == len(nodes)
     assert sum(row.cost.flops for row in rows) == total(nodes).flops
     merged = next(row for row in rows if row.part == "gate_proj&up_proj")
-    assert sum(row.step_seconds for row in rows) == pytest.approx(floor(total(nodes).least, h200, "float32").memory)
+    assert sum(row.step_seconds for row in rows) == pytest.approx(floor(total(nodes).in_step, h200, "float32").memory)
     assert (merged.count, merged.parameters, merged.bound) == (LAYERS, 2 * INNER * HIDDEN * LAYERS, "memory")
 
 

@@ -15,11 +15,11 @@ from torch import Tensor, fx
 
 from strata.cost.nodes import node_costs, total
 from strata.graph.bind import bind
-from strata.graph.capture import capture, capture_head
 from strata.graph.fuse import fuse, fuse_decode_attention
 from strata.graph.fuse_products import fuse_products
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
+from strata.graph.trace import trace, trace_head
 from strata.graph.walk import operation_counts
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.op import OPERATIONS
@@ -67,7 +67,7 @@ def test_node_counts_by_hand(name: str, merged: int) -> None:
         "linear_add": 2 * layers, "scaled_linear_silu_mul": layers, "scaled_linear": layers,
     }  # fmt: skip
     # Hidden states keep their norm.
-    hidden = operation_counts(fuse_products(fuse(merge(capture(meta_model_of(name)[0])))))
+    hidden = operation_counts(fuse_products(fuse(merge(trace(meta_model_of(name)[0])))))
     assert (hidden["add_rms_norm"], hidden["linear"], hidden["linear_add"]) == (1, 2, 2 * layers - 1)
 
 
@@ -85,7 +85,7 @@ def test_a_pass_that_ran_finds_nothing_more(name: str, run: Any) -> None:
 def test_a_model_and_its_head_are_one_graph(config: dict[str, Any]) -> None:
     """With the same logits and parameters, and nothing fetched twice."""
     model, read = model_of(config)
-    graph, head = capture(model), capture_head(model)
+    graph, head = trace(model), trace_head(model)
     counts = operation_counts(graph) + operation_counts(head)
     before = [
         node.meta for part in (graph, head) for node in part.graph.nodes if node.op not in ("placeholder", "output")

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from strata.cost.nodes import node_costs
-from strata.graph.capture import capture
 from strata.graph.fold import fold, fold_norm_weights
 from strata.graph.merge import merge
 from strata.graph.passes import ALL_PASSES
+from strata.graph.trace import trace
 from strata.graph.walk import operation_counts
 from strata.hardware.roofline import Workload
 from strata.kernels.norm.norm import rms_norm
@@ -87,7 +87,7 @@ class Stem(nn.Module):
 
 
 def folded(model: nn.Module) -> fx.GraphModule:
-    graph = capture(model)
+    graph = trace(model)
     fold(graph, EVERY)
     return graph
 
@@ -98,7 +98,7 @@ def test_a_linear_of_a_linear(dtype: torch.dtype, bias: bool) -> None:
     torch.manual_seed(0)
     model, x = Chain(48, 64, 32, bias=bias).to(dtype), torch.randn(9, 48).to(dtype)
     graph = folded(model)
-    assert operation_counts(capture(model))["linear"] == 2
+    assert operation_counts(trace(model))["linear"] == 2
     assert operation_counts(graph)["linear"] == 1
     first, second = (part.double() for part in Chain(48, 64, 32, bias=bias).to(dtype).parts)
     for part, own in zip((first, second), model.parts, strict=True):
@@ -112,7 +112,7 @@ def test_a_linear_of_a_linear(dtype: torch.dtype, bias: bool) -> None:
 def test_counts_of_linears() -> None:
     assert operation_counts(folded(Chain(16, 16, 16, 16)))["linear"] == 1
     assert operation_counts(folded(Chain(16, 4, 16)))["linear"] == 2  # as of LoRA: 256 numbers instead of 128
-    graph = capture(Chain(16, 32, 16))
+    graph = trace(Chain(16, 32, 16))
     assert fold(graph, EVERY - {"fold_linears"}) == []
     assert operation_counts(graph)["linear"] == 2
 
@@ -127,7 +127,7 @@ def test_a_norms_weight_goes_into_the_products_behind_it(dtype: torch.dtype) -> 
     normed = rms_norm(x, torch.ones(48, dtype=dtype), 1e-6).double()
     for linear in (model.first, model.second):
         weight, bias = linear.weight.double() * model.norm.weight.double(), linear.bias
-        only = capture(nn.Sequential(model.norm, linear))
+        only = trace(nn.Sequential(model.norm, linear))
         assert len(fold(only, EVERY)) == 1
         wide = None if bias is None else bias.double()
         exact = F.linear(normed, weight, wide)
@@ -138,17 +138,17 @@ def test_a_norms_weight_goes_into_the_products_behind_it(dtype: torch.dtype) -> 
 
 
 def test_a_norm_that_something_else_reads_keeps_its_weight() -> None:
-    assert fold(capture(Normed(shared=True)), EVERY) == []
+    assert fold(trace(Normed(shared=True)), EVERY) == []
 
 
 def test_counts_of_a_model() -> None:
     """Norms in front of q, k, v and of gate and up; the last is what the graph returns."""
     torch.manual_seed(0)
     model = Tiny("qkv")
-    graph = capture(model)
+    graph = trace(model)
     assert len(fold(graph, EVERY)) == 5 * LAYERS
-    assert operation_counts(graph) == operation_counts(capture(model))
-    assert operation_counts(merge(graph)) == operation_counts(merge(capture(Tiny("qkv"))))
+    assert operation_counts(graph) == operation_counts(trace(model))
+    assert operation_counts(merge(graph)) == operation_counts(merge(trace(Tiny("qkv"))))
     batch = packed(5, 3)
     torch.testing.assert_close(graph(batch), model(batch), rtol=1e-4, atol=1e-4)
 
@@ -160,7 +160,7 @@ def test_what_is_folded_follows_its_parameters() -> None:
         (Stem(), torch.randn(1, 3, 16, 16), 3),
         (Normed(), torch.randn(3, 48), 2),
     ):
-        graph = capture(model)
+        graph = trace(model)
         found = fold(graph, EVERY)
         assert len(found) == count
         for parameter in model.parameters():
@@ -179,7 +179,7 @@ def test_batch_norms_of_a_convolutional_stem(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model, image = Stem().eval().to(dtype), torch.randn(2, 3, 32, 32).to(dtype)
     graph = folded(model)
-    assert [operation_counts(capture(model))[name] for name in ("conv2d", "batch_norm")] == [3, 3]
+    assert [operation_counts(trace(model))[name] for name in ("conv2d", "batch_norm")] == [3, 3]
     assert [operation_counts(graph)[name] for name in ("conv2d", "batch_norm")] == [3, 0]
     exact, most = image.double(), torch.zeros_like(image, dtype=torch.float64)
     for conv, norm in zip(model.convs, model.norms, strict=True):
@@ -201,7 +201,7 @@ def test_a_convolutions_cost_by_hand() -> None:
     model = nn.Sequential(nn.Conv2d(24, 48, 3, stride=2, padding=1, groups=24))
     with torch.device("meta"):
         image = torch.empty(2, 24, 17, 16)
-        (one,) = node_costs(capture(model.to("meta")), image, Workload((1,), (1,)))
+        (one,) = node_costs(trace(model.to("meta")), image, Workload((1,), (1,)))
     assert one.shape == (2, 48, 9, 8)
     assert one.cost.flops == 2 * 48 * 9 * 8 * (2 * 9 + 1)
     assert one.cost.written == 4 * 2 * 48 * 9 * 8

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from strata.graph.bind import bind
-from strata.graph.capture import capture
 from strata.graph.fuse import fuse, fuse_decode_attention, fuse_gated_products
 from strata.graph.fuse_products import fuse_products
 from strata.graph.merge import merge
+from strata.graph.trace import trace
 from strata.graph.walk import operation_counts
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.attention.attention import attention
@@ -32,7 +32,7 @@ from .tiny import packed as tiny_batch
 
 def test_a_model_without_rotation_keeps_its_writes() -> None:
     model = Tiny()
-    graph = fuse(merge(capture(model)))
+    graph = fuse(merge(trace(model)))
     counts = operation_counts(graph)
     assert (counts["kv_write"], counts["add_rms_norm"], counts["rms_norm"], counts["add"]) == (2, 4, 1, 0)
     batch = tiny_batch(4, 3)
@@ -136,7 +136,7 @@ def test_unequal_keys_and_values_stay() -> None:
 def check(model: Projections, *, fused: int) -> None:
     batch = tiny_batch(3, 2)
     expected = model(batch)
-    graph = fuse(merge(capture(model)))
+    graph = fuse(merge(trace(model)))
     counts = operation_counts(graph)
     assert (counts["qk_rope_kv_write"], counts["kv_write"]) == (fused, 1 - fused)
     torch.testing.assert_close(graph(batch), expected, rtol=1e-5, atol=1e-5)
@@ -160,7 +160,7 @@ def test_only_norms_of_residual_sums_are_fused(compute: Callable[..., Tensor], f
             return compute(self, embedding(batch.tokens, self.embed), embedding(batch.positions, self.embed))
 
     model, batch = Sums(plain), tiny_batch(3, 2)
-    graph = fuse(capture(model))
+    graph = fuse(trace(model))
     assert operation_counts(graph)["add_rms_norm"] == fused
     torch.testing.assert_close(graph(batch), model(batch))
 
@@ -174,7 +174,7 @@ def test_a_sum_with_several_readers_is_kept() -> None:
             return rms_norm(total, self.scale, 1e-5) + rms_norm(total, self.bias, 1e-5) + early + total
 
     model, batch = Sums(plain), tiny_batch(3, 2)
-    graph = fuse(capture(model))
+    graph = fuse(trace(model))
     assert operation_counts(graph)["add_rms_norm"] == 1
     assert operation_counts(graph)["rms_norm"] == 1
     torch.testing.assert_close(graph(batch), model(batch))
@@ -237,7 +237,7 @@ def test_what_others_read_stays(change: Callable[[fx.Graph, fx.Node, fx.Node], N
 
 def test_attention_of_a_model_without_rotation_stays() -> None:
     model = Tiny()
-    graph = fuse_decode_attention(fuse(merge(capture(model))))
+    graph = fuse_decode_attention(fuse(merge(trace(model))))
     counts = operation_counts(graph)
     assert (counts["kv_write"], counts["attention"], counts["decode_attention"]) == (2, 2, 0)
     batch = tiny_batch(4, 3)
@@ -268,7 +268,7 @@ def check_products(compute: Callable[..., Tensor], **counts: int) -> None:
     torch.manual_seed(3)
     model, x = Products(compute), torch.randn(5, PRODUCT_WIDTH)
     expected = model(x)
-    graph = fuse_products(capture(model))
+    graph = fuse_products(trace(model))
     found = operation_counts(graph)
     assert {name: found[name] for name in counts} == counts
     torch.testing.assert_close(bind(graph, "cpu")(x), expected, rtol=1e-5, atol=1e-5)
@@ -328,7 +328,7 @@ def test_norms_of_sums_with_a_product_are_fused(compute: Callable[..., Tensor], 
 
 
 def test_float16_keeps_its_norms() -> None:
-    graph = fuse_products(capture(Products(one_reader).half()))
+    graph = fuse_products(trace(Products(one_reader).half()))
     assert operation_counts(graph)["linear_add"] == 0
 
 
@@ -360,7 +360,7 @@ def test_two_of_three_parts_are_not_gated() -> None:
 
 
 def test_there_is_no_deterministic_implementation() -> None:
-    graph = fuse_products(capture(Products(one_reader)))
+    graph = fuse_products(trace(Products(one_reader)))
     with pytest.raises(NotImplementedError, match="linear_add"):
         bind(graph, "cpu", deterministic=True)
 
@@ -375,4 +375,4 @@ def test_a_gate_that_others_read_is_not_in_the_product() -> None:
             gate = self.layer.gate_proj(x)
             return silu_mul(gate, self.layer.up_proj(x)) + gate
 
-    assert "linear_silu_mul" not in operation_counts(fuse_gated_products(merge(capture(Read()))))
+    assert "linear_silu_mul" not in operation_counts(fuse_gated_products(merge(trace(Read()))))

@@ -12,16 +12,16 @@ from strata.comm.operations import Along
 from strata.comm.reduced_norm import all_reduce_add_rms_norm, linear_all_reduce_add_rms_norm
 from strata.cost.nodes import node_costs, total
 from strata.graph.bind import bind
-from strata.graph.capture import capture, capture_head, operation_of
 from strata.graph.compose import compose
 from strata.graph.fuse import fuse
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
-from strata.graph.ranks.fuse_messages import fuse_messages, fuse_sent_products
+from strata.graph.ranks.fuse_messages import fuse_gemm_all_reduce, fuse_messages
+from strata.graph.trace import operation_of, trace, trace_head
 from strata.graph.walk import operation_counts
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.norm.norm import add_rms_norm
-from strata.kernels.quant.packed import pack
+from strata.kernels.quant.quantized import pack
 from strata.kernels.quant.schemes import SCHEMES
 
 from .test_cost import meta_batch, with_messages
@@ -32,7 +32,7 @@ ALONE = Axis("tp", 1, 0, (0,), None)
 
 def fused_before(ranks: int) -> fx.GraphModule:
     model = Tiny()
-    return fuse(with_messages(merge(compose(capture(model), capture_head(model))), Along("tp", ranks)))
+    return fuse(with_messages(merge(compose(trace(model), trace_head(model))), Along("tp", ranks)))
 
 
 def test_every_sum_over_ranks_is_fused_with_its_norm() -> None:
@@ -76,7 +76,7 @@ def test_it_saves_the_sum_over_ranks_on_its_way_through_memory() -> None:
 def test_products_that_nothing_else_reads_are_sent() -> None:
     graph = fuse_messages(fused_before(2))
     before = operation_counts(graph)
-    after = operation_counts(fuse_sent_products(graph))
+    after = operation_counts(fuse_gemm_all_reduce(graph))
     assert after["linear_all_reduce_add_rms_norm"] == before["all_reduce_add_rms_norm"] == 2 * LAYERS
     assert after["linear"] == before["linear"] - 2 * LAYERS
     assert "all_reduce_add_rms_norm" not in after
@@ -96,7 +96,7 @@ def test_products_with_a_bias_other_readers_or_packed_weights_are_left_alone() -
         added.meta = dict(second.meta)
     second.args = (*second.args[:2], added, *second.args[3:])
     third.args[0].args = (third.args[0].args[0], pack(torch.randn(HIDDEN, HIDDEN), SCHEMES["int8"]), None)
-    assert operation_counts(fuse_sent_products(graph))["linear_all_reduce_add_rms_norm"] == 2 * LAYERS - 3
+    assert operation_counts(fuse_gemm_all_reduce(graph))["linear_all_reduce_add_rms_norm"] == 2 * LAYERS - 3
 
 
 def test_a_product_that_is_sent_is_not_written_and_computes_the_same() -> None:
@@ -104,14 +104,14 @@ def test_a_product_that_is_sent_is_not_written_and_computes_the_same() -> None:
     torch.manual_seed(0)
     graph = fuse_messages(fused_before(2))
     apart = total(node_costs(graph, meta_batch(workload), workload))
-    together = total(node_costs(fuse_sent_products(graph), meta_batch(workload), workload))
+    together = total(node_costs(fuse_gemm_all_reduce(graph), meta_batch(workload), workload))
     moved = 2 * LAYERS * workload.tokens * HIDDEN * 4
     assert apart - together == Cost(read=moved, written=moved)
     found = []
     for sent in (False, True):
         torch.manual_seed(0)
         graph = fuse_messages(fused_before(1))
-        graph = fuse_sent_products(graph) if sent else graph
+        graph = fuse_gemm_all_reduce(graph) if sent else graph
         found.append(bind(graph, "cpu", axes={"tp": ALONE})(packed(3, 5)))
     assert torch.equal(*found)
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from strata.graph.bind import bind
-from strata.graph.capture import capture, capture_head, operation_of
 from strata.graph.compose import compose
 from strata.graph.fuse import fuse
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
 from strata.graph.mixtures import count_experts
+from strata.graph.trace import operation_of, trace, trace_head
 from strata.kernels.attention.attention import attention
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
@@ -28,7 +28,7 @@ from .tiny import Tiny
 
 
 def test_the_gather_stands_at_the_last_attention() -> None:
-    graph = gather_after_attention(merge(capture(Tiny())))
+    graph = gather_after_attention(merge(trace(Tiny())))
     order = list(graph.graph.nodes)
     gathers = [node for node in order if node.target is torch.index_select]
     last = [node for node in order if operation_of(node) is attention][-1]
@@ -47,12 +47,12 @@ def test_what_mixes_tokens_after_attention_is_refused() -> None:
             return self.inner(batch).cumsum(0)
 
     with pytest.raises(ValueError, match="cumsum"):
-        gather_after_attention(capture(Mixing()))
+        gather_after_attention(trace(Mixing()))
 
 
 def test_a_graph_without_attention_is_refused() -> None:
     with pytest.raises(ValueError, match="no attention"):
-        gather_after_attention(capture(Tiny(), "head"))
+        gather_after_attention(trace(Tiny(), "head"))
 
 
 def a_model() -> tuple[CausalLM, ModelConfig]:
@@ -80,9 +80,9 @@ def choices(model: CausalLM, batch: Batch) -> Tensor:
 def test_tokens_are_counted_and_results_stay() -> None:
     model, config = a_model()
     totals = torch.zeros(2, 8, dtype=torch.int64)
-    plain = bind(fuse(merge(compose(capture(model), capture_head(model)))), "cpu")
+    plain = bind(fuse(merge(compose(trace(model), trace_head(model)))), "cpu")
     wanted, chosen = plain(a_batch(config)), choices(model, a_batch(config))
-    graph = bind(fuse(merge(count_experts(compose(capture(model), capture_head(model)), totals))), "cpu")
+    graph = bind(fuse(merge(count_experts(compose(trace(model), trace_head(model)), totals))), "cpu")
     assert torch.equal(graph(a_batch(config)), wanted)
     assert totals.tolist() == [[0] * 8, chosen.flatten().bincount(minlength=8).tolist()]
     # Padding writes no keys and values; it is as little counted.
@@ -99,7 +99,7 @@ def test_of_rows_that_are_left_out_nothing_is_counted() -> None:
     model, config = a_model()
     totals = torch.zeros(2, 8, dtype=torch.int64)
     chosen = choices(model, a_batch(config))
-    counting = count_experts(compose(capture(model), capture_head(model)), totals)
+    counting = count_experts(compose(trace(model), trace_head(model)), totals)
     rows = torch.tensor([3, 5], dtype=torch.int32)
     bind(gather_after_attention(fuse(merge(counting))), "cpu")(a_batch(config), rows)
     assert torch.equal(totals[1], chosen[rows.long()].flatten().bincount(minlength=8))
@@ -107,6 +107,6 @@ def test_of_rows_that_are_left_out_nothing_is_counted() -> None:
 
 def test_a_graph_without_mixtures_stays() -> None:
     config = config_of("llama")
-    graph = capture(random_model(config, torch.float32))
+    graph = trace(random_model(config, torch.float32))
     before = [node.name for node in graph.graph.nodes]
     assert [node.name for node in count_experts(graph, torch.zeros(2, 8, dtype=torch.int64)).graph.nodes] == before

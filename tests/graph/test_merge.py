@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from strata.graph.capture import capture
 from strata.graph.merge import merge
+from strata.graph.trace import trace
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.linear.linear import linear
 
@@ -27,7 +27,7 @@ def test_merged_graph_computes_the_same(biased: str, dtype: torch.dtype, toleran
     model = Tiny(biased).to(dtype)
     batch = packed(5, 3)
     before, values = model(batch), [parameter.clone() for parameter in model.parameters()]
-    graph = merge(capture(model))
+    graph = merge(trace(model))
     torch.testing.assert_close(graph(batch), before, rtol=tolerance, atol=tolerance)
     # The module runs on the views, of the same values at other addresses, on which the bits of a product may depend.
     assert all(map(torch.equal, model.parameters(), values))
@@ -35,7 +35,7 @@ def test_merged_graph_computes_the_same(biased: str, dtype: torch.dtype, toleran
 
 
 def test_node_counts_and_names() -> None:
-    graph = capture(Tiny())
+    graph = trace(Tiny())
     assert len(linears(graph)) == 7 * LAYERS
     merged = linears(merge(graph))
     assert len(merged) == 4 * LAYERS
@@ -50,7 +50,7 @@ def test_node_counts_and_names() -> None:
 def test_update_through_the_checkpoint_name_reaches_the_merged_weight() -> None:
     torch.manual_seed(0)
     model = Tiny("qkv")
-    graph = merge(capture(model))
+    graph = merge(trace(model))
     other = Tiny("qkv")
     for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
         parameter.copy_(value)
@@ -61,7 +61,7 @@ def test_update_through_the_checkpoint_name_reaches_the_merged_weight() -> None:
 def test_parameters_are_views_of_one_storage() -> None:
     model = Tiny()
     names = {name: parameter.shape for name, parameter in model.named_parameters()}
-    graph = merge(capture(model))
+    graph = merge(trace(model))
     layer = model.layers[0]
     assert layer.k_proj.weight.data_ptr() == layer.q_proj.weight.data_ptr() + 4 * HIDDEN * HEADS * HEAD_DIM
     whole = graph.get_buffer("layers.0.q_proj_k_proj_v_proj_weight")
@@ -81,7 +81,7 @@ def test_what_lies_apart_in_one_storage_stays_there() -> None:
     flat = torch.cat([one.data.flatten() for one in parameters])
     for one, place in zip(parameters, flat.split([one.numel() for one in parameters]), strict=True):
         one.data = place.view(one.shape)
-    graph = merge(capture(model))
+    graph = merge(trace(model))
     assert {one.untyped_storage().data_ptr() for one in parameters} == {flat.data_ptr()}
     apart = [f"layers.0.{name}_proj" for name in ("q", "k", "v", "o")]
     assert linears(graph)[:5] == [*apart, "layers.0.gate_proj&up_proj"]
@@ -90,17 +90,17 @@ def test_what_lies_apart_in_one_storage_stays_there() -> None:
 
 def test_idempotent_on_the_graph_and_on_the_model() -> None:
     model = Tiny()
-    first = merge(capture(model))
+    first = merge(trace(model))
     code = first.code
     assert merge(first).code == code
-    second = merge(capture(model))  # finds the weights already joined: both graphs must keep following the names
+    second = merge(trace(model))  # finds the weights already joined: both graphs must keep following the names
     model.layers[0].up_proj.weight.zero_()
     for graph in (first, second):
         assert graph.get_buffer("layers.0.gate_proj_up_proj_weight")[INNER:].abs().max() == 0
 
 
 def test_mixed_biases_stay_apart() -> None:
-    merged = linears(merge(capture(Tiny("q"))))
+    merged = linears(merge(trace(Tiny("q"))))
     assert "layers.0.q_proj" in merged
     assert "layers.0.k_proj&v_proj" in merged
 
@@ -111,7 +111,7 @@ def test_tied_weights_are_left_alone() -> None:
     model.layers[1].v_proj.weight.data = model.layers[1].k_proj.weight.data  # two parameters, one storage
     batch = packed(6)
     before = model(batch)
-    graph = merge(capture(model))
+    graph = merge(trace(model))
     names = linears(graph)
     assert names.count("layers.0.gate_proj") == 2
     assert {"layers.1.q_proj", "layers.1.k_proj", "layers.1.v_proj"} <= set(names)
@@ -122,7 +122,7 @@ def test_tied_weights_are_left_alone() -> None:
 def test_meta_device() -> None:
     with torch.device("meta"):
         model = Tiny("qkv")
-    graph = merge(capture(model))
+    graph = merge(trace(model))
     assert len(linears(graph)) == 4 * LAYERS
     assert all(isinstance(parameter, nn.Parameter) and parameter.is_meta for parameter in model.parameters())
     assert graph.get_buffer("layers.1.q_proj_k_proj_v_proj_bias").shape == ((HEADS + 2 * KV_HEADS) * HEAD_DIM,)
@@ -141,7 +141,7 @@ def test_groups_whose_names_join_alike_stay_apart() -> None:
 
     model, x = Named(), torch.randn(3, 4)
     expected = model(x)
-    first, second = merge(capture(model)), merge(capture(model))
+    first, second = merge(trace(model)), merge(trace(model))
     assert len(linears(first)) == 2
     torch.testing.assert_close(first(x), expected)
     torch.testing.assert_close(second(x), expected)

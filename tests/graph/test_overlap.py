@@ -16,24 +16,24 @@ from strata.comm.under_way import finish_all_reduce, start_all_reduce
 from strata.cost.nodes import node_costs, total
 from strata.engine.program.program import StepProgram
 from strata.graph.bind import bind
-from strata.graph.capture import capture, capture_head, operation_of
 from strata.graph.compose import compose
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.fuse_products import fuse_products
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
 from strata.graph.product_times import measured_seconds, products_of
-from strata.graph.ranks.fuse_messages import fuse_messages, fuse_sent_products
+from strata.graph.ranks.fuse_messages import fuse_gemm_all_reduce, fuse_messages
 from strata.graph.ranks.overlap import overlap
-from strata.graph.ranks.overlap_rule import Product, Stretch, last_stretch, overlapping_tokens, seconds
-from strata.graph.ranks.row_parts import AT_HALF, PARTS, RowDivision, most_rows, row_part
+from strata.graph.ranks.overlap_rule import OverlappedProduct, Stretch, last_stretch, overlapping_tokens, seconds
+from strata.graph.ranks.row_split import AT_HALF, PARTS, RowSplit, max_rows, row_half
+from strata.graph.trace import operation_of, trace, trace_head
 from strata.graph.walk import meta_indices, operation_counts
 from strata.hardware.links import Link, link_of
 from strata.hardware.roofline import Cost, Workload
 from strata.hardware.specs import DEVICES
 from strata.kernels.linear.linear import linear
 from strata.kernels.op import Operation
-from strata.kernels.tuned import Choice, Key
+from strata.kernels.tuned import Key, TunedChoice
 from strata.models.config import config_from_dict
 from strata.models.families import build
 from strata.parallel.serving_shard import RankShard
@@ -50,7 +50,7 @@ def prompts_graph(ranks: int, *, fused: bool = True) -> fx.GraphModule:
     """Of steps with prompts, before messages are fused."""
     torch.manual_seed(0)
     model = Tiny()
-    whole = with_messages(merge(compose(capture(model), capture_head(model))), Along("tp", ranks))
+    whole = with_messages(merge(compose(trace(model), trace_head(model))), Along("tp", ranks))
     return gather_after_attention(fuse_gated_products(fuse(whole)) if fused else whole)
 
 
@@ -156,36 +156,36 @@ def sums_over_ranks(graph: fx.GraphModule) -> Counter[str]:
 
 
 # Of a rank of two of 70B: gate and up, down, q/k/v and o, on 132 processors.
-OF_70B = RowDivision(132, ((28672, 8192), (8192, 14336), (5120, 8192), (8192, 4096)))
+OF_70B = RowSplit(132, ((28672, 8192), (8192, 14336), (5120, 8192), (8192, 4096)))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 255, 256, 257, 300, 1000, 4096, 8192])
 @pytest.mark.parametrize("division", [AT_HALF, OF_70B])
-def test_parts_are_all_rows_in_order(rows: int, division: RowDivision) -> None:
+def test_parts_are_all_rows_in_order(rows: int, division: RowSplit) -> None:
     x = torch.arange(rows)
-    found = [row_part(x, index, division) for index in range(PARTS)]
+    found = [row_half(x, index, division) for index in range(PARTS)]
     assert torch.equal(torch.cat(found), x)
     if rows >= 512:
         assert len(found[0]) % 128 == 0
         assert abs(len(found[0]) - len(found[1])) < (256 if division is AT_HALF else 1280)
-    assert max(map(len, found)) <= most_rows(rows)
+    assert max(map(len, found)) <= max_rows(rows)
     assert all(len(one) > 0 for one in found) or rows < PARTS
 
 
 def test_rows_are_divided_where_products_fill_their_last_round() -> None:
     """gate and up alone: 112 tiles of columns by 33 tiles of rows are 28 rounds of 132 exactly, and by 31 are 27."""
-    gate_up = RowDivision(132, ((28672, 8192),))
+    gate_up = RowSplit(132, ((28672, 8192),))
     assert [gate_up.rounds(rows * 128, 28672) for rows in (32, 33, 31, 64)] == [28, 28, 27, 55]
     assert gate_up.boundary(8192) == 33 * 128
     # 56 tiles of columns: 32 tiles of rows take 14 rounds, 64 take 28, so the half is as good as any.
-    assert RowDivision(132, ((14336, 4096),)).boundary(8192) == 4096
+    assert RowSplit(132, ((14336, 4096),)).boundary(8192) == 4096
 
 
 H200 = DEVICES["h200"]
 # A tile of 128 rows and 256 columns for each of the 132 processors takes so long.
 ROUND = 132 * 2 * 128 * 256 * 4096 / (0.87 * 800e12)
 # One round for a part of 128 * 33 rows: 33 * 4 tiles.
-PRODUCT, ROWS = Product(4 * 256, 4096, torch.bfloat16), 128 * 33
+PRODUCT, ROWS = OverlappedProduct(4 * 256, 4096, torch.bfloat16), 128 * 33
 STRETCH = Stretch(((PRODUCT,), (PRODUCT, PRODUCT), (PRODUCT,)), (2048, 2048), 2)
 # And half a round for its message.
 LINK = Link(start=0.0, latency=0.0, bandwidth=2 * ROWS * 2048 / ROUND, source="", date="")
@@ -207,23 +207,23 @@ def test_messages_beside_products() -> None:
 
 def test_a_graph_tells_its_products_and_messages() -> None:
     model = Tiny()
-    whole = with_messages(merge(compose(capture(model), capture_head(model))), Along("tp", 4))
+    whole = with_messages(merge(compose(trace(model), trace_head(model))), Along("tp", 4))
     graph = gather_after_attention(fuse_gated_products(fuse(whole)))
     o, qkv = (HIDDEN, HEADS * HEAD_DIM), ((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN)
     products = [[o], [(2 * INNER, HIDDEN), (HIDDEN, INNER)], [qkv]]
-    steps = tuple(tuple(Product(*sizes, torch.float32) for sizes in step) for step in products)
+    steps = tuple(tuple(OverlappedProduct(*sizes, torch.float32) for sizes in step) for step in products)
     assert last_stretch(graph) == Stretch(steps, (4 * HIDDEN, 4 * HIDDEN), 4)
     # Its products are far too small for anything to be hidden by them.
     assert overlapping_tokens(graph, H200) is None
     assert overlapping_tokens(graph, None) is None
-    assert last_stretch(gather_after_attention(fuse(merge(compose(capture(model), capture_head(model)))))) is None
+    assert last_stretch(gather_after_attention(fuse(merge(compose(trace(model), trace_head(model)))))) is None
 
 
 def stretch(hidden: int, inner: int, heads: int) -> Stretch:
     """Of a rank of two, whose layers have 8 KV heads of 128 in all."""
 
-    def product(out: int, width: int) -> Product:
-        return Product(out, width, torch.bfloat16)
+    def product(out: int, width: int) -> OverlappedProduct:
+        return OverlappedProduct(out, width, torch.bfloat16)
 
     o, qkv = product(hidden, heads * 64), product(heads * 64 + 1024, hidden)
     return Stretch(((o,), (product(inner, hidden), product(hidden, inner // 2)), (qkv,)), (2 * hidden, 2 * hidden), 2)
@@ -285,7 +285,7 @@ CONFIG = {
 def small_graph() -> fx.GraphModule:
     with torch.device("meta"):
         model: nn.Module = build(config_from_dict(CONFIG)).to(torch.bfloat16)
-    return fuse(merge(compose(capture(model), capture_head(model))))
+    return fuse(merge(compose(trace(model), trace_head(model))))
 
 
 def key(operation: str, out: int, width: int, rows: int = 1) -> Key:
@@ -317,7 +317,7 @@ def test_products_of_a_layer(bound: bool) -> None:
 def test_seconds_are_those_of_the_next_larger_number_of_rows() -> None:
     products = products_of(small_graph())
     table = {
-        key(product.operation, product.out, product.width, rows): Choice("cublas", {}, seconds, seconds)
+        key(product.operation, product.out, product.width, rows): TunedChoice("cublas", {}, seconds, seconds)
         for product in APART
         for rows, seconds in ((64, 1.0), (128, 2.0))
     }
@@ -333,5 +333,5 @@ def test_seconds_are_those_of_the_next_larger_number_of_rows() -> None:
 def test_products_that_are_sent_are_those_of_their_tiles_alone() -> None:
     made = with_messages(small_graph(), Along("tp", 2))
     wanted = products_of(fuse_messages(made))
-    assert products_of(fuse_sent_products(made)) == wanted
+    assert products_of(fuse_gemm_all_reduce(made)) == wanted
     assert dict(wanted.counts) == APART

@@ -27,13 +27,13 @@ EVERY = {one.name for one in PASSES} - {"fold_norm_weights"}
     [
         ("all", EVERY),
         ("none", set()),
-        ("exact", {"merge", "fuse_residual_norms", "fuse_query_key_writes", "fuse_sent_products", "fuse_rounding"}),
+        ("exact", {"merge", "fuse_residual_norms", "fuse_query_key_writes", "fuse_gemm_all_reduce", "fuse_rounding"}),
         ("merge, fuse_rounding", {"merge", "fuse_rounding"}),
         ("-fuse_products,-merge", EVERY - {"merge", "fuse_products"}),
         ("+fold_norm_weights", EVERY | FOLDS),
         ("-merge, +fold_norm_weights", (EVERY | FOLDS) - {"merge"}),
         ("fold_norm_weights", {"fold_norm_weights"}),
-        ("fuse_sent_products", {"fuse_sent_products"}),
+        ("fuse_gemm_all_reduce", {"fuse_gemm_all_reduce"}),
     ],
 )
 def test_passes_are_chosen_by_name(text: str, run: set[str]) -> None:
@@ -62,10 +62,10 @@ SEEN = {
     "fuse_query_key_writes": ("logits", "qk_rope_kv_write"),
     "fuse_decode_attention": ("decode_small_batch", "decode_attention"),
     "fuse_products": ("decode_small_batch", "linear_add"),
-    "fuse_rounding": ("decode_large_batch", "rounded_linear"),
+    "fuse_rounding": ("decode_large_batch", "quantized_linear"),
     "fuse_gated_products": ("logits", "linear_silu_mul"),
     "fuse_messages": ("logits", "all_reduce_add_rms_norm"),
-    "fuse_sent_products": ("decode_small_batch", "linear_all_reduce_add_rms_norm"),
+    "fuse_gemm_all_reduce": ("decode_small_batch", "linear_all_reduce_add_rms_norm"),
 }
 
 
@@ -80,7 +80,7 @@ def test_each_pass_has_a_line_and_an_effect() -> None:
 def test_what_is_left_out_is_not_done(name: str) -> None:
     pytest.importorskip("triton")
     config = find_config("8B").with_layers((0, 1))
-    shard = RankShard.of(config, 2, 0) if name in ("fuse_messages", "fuse_sent_products") else None
+    shard = RankShard.of(config, 2, 0) if name in ("fuse_messages", "fuse_gemm_all_reduce") else None
     scheme = None if shard is not None else "fp8"
     graph, operation = SEEN[name]
     for passes, is_there in (("all", True), (f"-{name}", False), ("none", False)):

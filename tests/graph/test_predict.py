@@ -9,10 +9,10 @@ import pytest
 
 from strata.cost.attention_times import TIMES as ATTENTION_TIMES
 from strata.cost.evidence import Evidence, calls_of
-from strata.cost.loan import Loan
+from strata.cost.extrapolated_device import ExtrapolatedDevice
 from strata.cost.nodes import NodeCost
-from strata.cost.packed_times import TIMES
 from strata.cost.predict import HOST_SECONDS, StepPredictor
+from strata.cost.quantized_times import TIMES
 from strata.hardware.figures import Device, Figure, Source, promised
 from strata.hardware.links import HIDDEN, Link
 from strata.hardware.prediction import Call, Prediction
@@ -20,7 +20,7 @@ from strata.hardware.roofline import Cost, Workload
 from strata.hardware.specs import device
 from strata.kernels import tuned
 from strata.kernels.quant.schemes import SCHEMES
-from strata.kernels.tuned import Choice, Key, Table
+from strata.kernels.tuned import Key, Table, TunedChoice
 
 # 100 TFLOP/s, 1 TB/s; a kernel takes 2 us in a graph.
 DEVICE = Device(
@@ -32,7 +32,7 @@ DEVICE = Device(
     ),
 )
 TABLE: Table = {
-    Key(operation, "bfloat16", 4096, 1024, rows): Choice("skinny", {}, seconds, seconds)
+    Key(operation, "bfloat16", 4096, 1024, rows): TunedChoice("small M", {}, seconds, seconds)
     for operation, rows, seconds in (("linear", 4, 12e-6), ("linear", 16, 16e-6), ("linear_add", 4, 14e-6))
 }
 DECODES = Workload((1,) * 4, (100,) * 4)
@@ -71,7 +71,7 @@ def test_products_take_what_their_operation_took() -> None:
 
 
 def test_nothing_that_was_borrowed_is_measured() -> None:
-    loan = Loan(device("h200"), device("h100"))
+    loan = ExtrapolatedDevice(device("h200"), device("h100"))
     lent = {"rms_norm": [("traffic", "bfloat16", (48_000_000,), 20e-6)], **calls_of(tuned.read("NVIDIA H200"))}
     found = predictor(loan.calls(lent), table={}, device=loan.device(), loan=loan)
     norm = found.node(node("rms_norm", read=48_000_000), DECODES)
@@ -90,7 +90,7 @@ def test_nothing_that_was_borrowed_is_measured() -> None:
     assert borrowed.seconds == pytest.approx(1.15e-6 + (choice.seconds - 1.15e-6) * 4.8 / 3.35)
     for lent, mine in (
         (ATTENTION_TIMES["NVIDIA H200"], found.attention_times),
-        (TIMES["NVIDIA H200"], found.packed_times),
+        (TIMES["NVIDIA H200"], found.quantized_times),
     ):
         assert mine is not None
         assert mine.bandwidth == pytest.approx(lent.bandwidth * 3.35 / 4.8)
@@ -133,7 +133,7 @@ def test_prompts_attend_by_a_start_and_a_rate_beside_decodes() -> None:
 
 def test_large_products_take_no_less_than_the_device_holds() -> None:
     held = replace(DEVICE, figures=(*DEVICE.figures, Figure("sustained", 50e12, "", "", "bfloat16", measured=True)))
-    large: Table = {Key("linear", "bfloat16", 4096, 1024, 8192): Choice("cublas", {}, 1e-3, 1e-3)}
+    large: Table = {Key("linear", "bfloat16", 4096, 1024, 8192): TunedChoice("cublas", {}, 1e-3, 1e-3)}
     rows = 2 * 8192 * 4096 * 1024
     burst = predictor(table=large).node(node("linear", 8192), DECODES)
     assert burst == Prediction(pytest.approx(1e-3), "measured")
@@ -206,7 +206,7 @@ def test_sums_that_were_begun_travel_beside_what_runs_until_they_are_waited_for(
     begun, waited = sum_of("start_all_reduce", "(NCCL)"), node("finish_all_reduce", kernels=0)  # 9 us
 
     def seconds(*nodes: NodeCost) -> Any:
-        return found.step(nodes, DECODES, recorded=True).seconds
+        return found.step(nodes, DECODES, captured=True).seconds
 
     long, short = node("norm", read=20 * 10**6), node("norm", read=5 * 10**6)  # 20 and 5 us
     # All but what it takes of the device is hidden.
@@ -220,14 +220,14 @@ def test_sums_that_were_begun_travel_beside_what_runs_until_they_are_waited_for(
 
 def test_a_step_is_the_sum_or_waits_for_the_host() -> None:
     nodes = [node("linear", 4), node("linear_add", 4), node("norm", read=100)]
-    assert predictor().step(nodes, DECODES, recorded=True) == Prediction(pytest.approx(28e-6), "analytic")
-    assert predictor().step(nodes[:2], DECODES, recorded=True).origin == "measured"
-    launched = predictor().step(nodes, DECODES, recorded=False)
+    assert predictor().step(nodes, DECODES, captured=True) == Prediction(pytest.approx(28e-6), "analytic")
+    assert predictor().step(nodes[:2], DECODES, captured=True).origin == "measured"
+    launched = predictor().step(nodes, DECODES, captured=False)
     assert launched == Prediction(pytest.approx(3 * HOST_SECONDS), "analytic")
     host = replace(predictor(), launch=0.0)
-    assert host.step(nodes, DECODES, recorded=False).seconds == pytest.approx(28e-6), "a processor launches nothing"
+    assert host.step(nodes, DECODES, captured=False).seconds == pytest.approx(28e-6), "a processor launches nothing"
     long = [node("norm", read=10**9)]
-    assert predictor().step(long, DECODES, recorded=False) == predictor().step(long, DECODES, recorded=True)
+    assert predictor().step(long, DECODES, captured=False) == predictor().step(long, DECODES, captured=True)
 
 
 def test_whether_any_call_was_measured() -> None:
@@ -238,7 +238,7 @@ def test_whether_any_call_was_measured() -> None:
 
 def test_what_is_around_a_step_comes_on_top() -> None:
     around = replace(DEVICE, figures=(*DEVICE.figures, Figure("step", 15e-6, "", "", measured=True)))
-    found = predictor(device=around).step([node("linear", 4)], DECODES, recorded=True)
+    found = predictor(device=around).step([node("linear", 4)], DECODES, captured=True)
     assert found == Prediction(pytest.approx(27e-6), "measured")
 
 
@@ -246,18 +246,18 @@ def packed(scheme: str, rows: int, *kernels: str) -> NodeCost:
     """A product by a weight [4096, 1024] in a byte each."""
     plain, nbytes = node("linear", rows), 4096 * 1024
     cost = replace(plain.cost, read=nbytes, weights=nbytes)
-    return replace(plain, kernels=kernels, cost=cost, scheme=SCHEMES[scheme], packed_bytes=1.0)
+    return replace(plain, kernels=kernels, cost=cost, scheme=SCHEMES[scheme], quantized_bytes=1.0)
 
 
 def test_packed_weights_take_their_own_time_where_it_was_measured() -> None:
     times = TIMES["NVIDIA H200"]
-    found = replace(predictor(), packed_times=times)
+    found = replace(predictor(), quantized_times=times)
     one = times.product(SCHEMES["fp8"], 40, (4096, 1024), 4096 * 1024, 0)
     assert one is not None
     assert found.node(packed("fp8", 40, "a kernel"), DECODES).seconds == one
     # Rows that a kernel of its own rounds; and weights that become floats before the plain product.
     by_itself = found.node(packed("fp8", 40, "round_rows_kernel", "a kernel"), DECODES)
-    assert by_itself.seconds == pytest.approx(one + times.rounded(40, 1024, 2))
+    assert by_itself.seconds == pytest.approx(one + times.quantizing(40, 1024, 2))
     expanded = found.node(packed("int4", 300, "dequantize_kernel", "a kernel"), DECODES)
     more = times.expanded(4096 * 1024, 4096 * 1024, 2)
     assert expanded.seconds == pytest.approx(found.node(node("linear", 300), DECODES).seconds + more)

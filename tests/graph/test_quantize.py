@@ -10,16 +10,16 @@ from torch import Tensor, fx, nn
 
 from strata.cost.nodes import node_costs, total
 from strata.graph.bind import bind
-from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.fuse_rounding import fuse_rounding
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
 from strata.graph.quantize import quantize, weights_of_products
+from strata.graph.trace import trace, trace_head
 from strata.graph.walk import operation_counts
 from strata.hardware.roofline import Workload
-from strata.kernels.quant.packed import PackedWeight, dense, pack, round_activations, with_own_rows
+from strata.kernels.quant.quantized import QuantizedWeight, dense, pack, round_activations, with_scale_per_row
 from strata.kernels.quant.schemes import SCHEMES
 from strata.models.batch import Batch
 from strata.models.config import config_from_dict
@@ -33,14 +33,14 @@ from .tiny import HIDDEN, INNER, LAYERS, Linear, Tiny
 from .tiny import packed as packed_tiny
 
 
-def pack_all(model: nn.Module, graphs: list[fx.GraphModule], scheme: str) -> dict[str, PackedWeight]:
+def pack_all(model: nn.Module, graphs: list[fx.GraphModule], scheme: str) -> dict[str, QuantizedWeight]:
     """As a load packs them: blocks of rows that the last one does not fill become rows."""
     packed = {name: pack(model.get_parameter(name).data, SCHEMES[scheme]) for name in weights_of_products(graphs)}
-    return {name: with_own_rows(one) if one.shape[-2] % one.rows else one for name, one in packed.items()}
+    return {name: with_scale_per_row(one) if one.shape[-2] % one.rows else one for name, one in packed.items()}
 
 
 @torch.no_grad()
-def put_dense(model: nn.Module, weights: dict[str, PackedWeight]) -> None:
+def put_dense(model: nn.Module, weights: dict[str, QuantizedWeight]) -> None:
     for name, weight in weights.items():
         model.get_parameter(name).copy_(dense(weight))
 
@@ -52,7 +52,7 @@ def test_merged_and_fused_graph_equals_a_twin(scheme: str, biased: str) -> None:
     """The twin is plain, holds what the packed weights stand for, and rounds what its products read."""
     torch.manual_seed(0)
     model = Tiny(biased).double()
-    graph = capture(model)
+    graph = trace(model)
     weights = pack_all(model, [graph], scheme)
     quantize(graph, weights)
     fuse_gated_products(fuse(merge(graph)))
@@ -73,7 +73,7 @@ def test_every_family_runs_from_packed_weights(name: str, config: dict) -> None:
     model = build(config_from_dict(config, name))
     randomize(model, 0)
     tokens = packed(random_sequences(config["vocab_size"], (9, 4)))
-    graph, head = capture(model), capture_head(model)
+    graph, head = trace(model), trace_head(model)
     weights = pack_all(model, [graph, head], "int8_weights")
     inside = {name for name in weights if name.startswith("model.layers.0.")}
     assert inside
@@ -86,13 +86,13 @@ def test_every_family_runs_from_packed_weights(name: str, config: dict) -> None:
 def test_parameters_may_be_without_memory_and_graphs_share_one_copy() -> None:
     torch.manual_seed(0)
     model = Tiny()
-    before = merge(capture(model))(packed_tiny(4))
-    weights = pack_all(model, [capture(model)], "int8_weights")
+    before = merge(trace(model))(packed_tiny(4))
+    weights = pack_all(model, [trace(model)], "int8_weights")
     held = sum(weight.nbytes for weight in weights.values())
     for name in weights:
         owner, _, last = name.rpartition(".")
         setattr(model.get_submodule(owner), last, nn.Parameter(model.get_parameter(name).to("meta")))
-    graphs = [merge(quantize(capture(model), weights)) for _ in range(2)]
+    graphs = [merge(quantize(trace(model), weights)) for _ in range(2)]
     one, other = (graph(packed_tiny(4)) for graph in graphs)
     assert torch.equal(one, other)
     assert (one - before).abs().max() < 0.1
@@ -116,7 +116,7 @@ def all_packed(graphs: list[fx.GraphModule]) -> list[Tensor]:
 
 def test_weights_of_different_schemes_are_not_merged() -> None:
     model = Tiny()
-    graph = capture(model)
+    graph = trace(model)
     weights = pack_all(model, [graph], "int8_weights")
     weights |= {name: pack(model.get_parameter(name), SCHEMES["int4"]) for name in weights if "v_proj" in name}
     del weights["layers.0.up_proj.weight"]
@@ -130,7 +130,7 @@ def test_weights_of_different_schemes_are_not_merged() -> None:
 
 def test_costs_count_packed_bytes() -> None:
     model = Tiny()
-    graph = merge(quantize(capture(model), pack_all(model, [capture(model)], "int8_weights")))
+    graph = merge(quantize(trace(model), pack_all(model, [trace(model)], "int8_weights")))
     nodes = node_costs(graph, on_meta(packed_tiny(4)), Workload((4,), (4,)))
     (gate_up,) = [node for node in nodes if node.module == "layers.0.gate_proj&up_proj"]
     assert gate_up.cost.weights == 2 * INNER * (HIDDEN + 4)
@@ -143,12 +143,12 @@ def test_what_is_no_product_is_refused() -> None:
     model = Tiny()
     weight = pack(model.embed.weight, SCHEMES["int8"])
     with pytest.raises(ValueError, match=r"reads embed.weight and is no product"):
-        quantize(capture(model), {"embed.weight": weight})
+        quantize(trace(model), {"embed.weight": weight})
     with pytest.raises(ValueError, match=r"q_proj.weight is \[24, 24\], and was packed as \[50, 24\]"):
-        quantize(capture(model), {"layers.0.q_proj.weight": weight})
+        quantize(trace(model), {"layers.0.q_proj.weight": weight})
 
 
-def multiplies(weight: PackedWeight) -> bool:
+def multiplies(weight: QuantizedWeight) -> bool:
     return bool(weight.activations) and weight.order is None
 
 
@@ -156,7 +156,7 @@ def packed_graph(
     model: nn.Module, scheme: str, plain: tuple[str, ...] = ("lm_head", "mlp.gate.weight", "mlp.router")
 ) -> fx.GraphModule:
     """From Batch to logits as far as the other passes go. plain: parts of names of weights that are not packed."""
-    graph, head = capture(model), capture_head(model)
+    graph, head = trace(model), trace_head(model)
     names = [name for name in weights_of_products([graph]) if not any(one in name for one in plain)]
     quantize(graph, {name: pack(model.get_parameter(name).data, SCHEMES[scheme]) for name in names})
     return fuse(merge(compose(graph, head)))
@@ -171,7 +171,7 @@ def family(name: str) -> nn.Module:
 def rounding_counts(graph: fx.GraphModule) -> tuple[int, int, int]:
     counts = operation_counts(graph)
     norms = sum(counts[f"{name}_round"] for name in ("rms_norm", "wide_rms_norm", "add_rms_norm"))
-    return norms, counts["silu_mul_round"], counts["rounded_linear"]
+    return norms, counts["silu_mul_round"], counts["quantized_linear"]
 
 
 # Of families whose layers are not all alike, or otherwise than Llama's: norms, gates and products that are fused. OLMo
@@ -213,11 +213,15 @@ def test_llama_has_no_other_operations() -> None:
     layers = config["num_hidden_layers"]
     graph = fuse_rounding(packed_graph(family(name), "fp8"), torch.float32, multiplies)
     assert operation_counts(graph) == {
-        "embedding": 1, "rope_angles": 1, "rms_norm_round": 1, "rounded_linear": 3 * layers, "linear": layers + 1,
+        "embedding": 1, "rope_angles": 1, "rms_norm_round": 1, "quantized_linear": 3 * layers, "linear": layers + 1,
         "qk_rope_kv_write": layers, "attention": layers, "add_rms_norm_round": 2 * layers - 1,
         "silu_mul_round": layers, "add_rms_norm": 1,
     }  # fmt: skip
-    modules = [node.meta["module"] for node in graph.graph.nodes if "round" in node.name and node.op == "call_function"]
+    modules = [
+        node.meta["module"]
+        for node in graph.graph.nodes
+        if any(word in node.name for word in ("round", "quantized")) and node.op == "call_function"
+    ]
     assert modules[:6] == [
         "model.layers.0.input_layernorm+round",
         "model.layers.0.self_attn.q_proj&k_proj&v_proj",
@@ -267,13 +271,13 @@ def test_other_readers_have_the_rows_as_they_are() -> None:
 
     weights = {
         name: pack(model.get_parameter(name), SCHEMES[scheme])
-        for name in weights_of_products([capture(model)])
+        for name in weights_of_products([trace(model)])
         for part, scheme in schemes.items()
         if part in name
     }
     turned = "layers.1.gate_proj.weight"
     weights[turned] = weights[turned]._replace(order=torch.randperm(HIDDEN).int())
-    wanted, graph = (fuse(merge(quantize(capture(model), weights))) for _ in range(2))
+    wanted, graph = (fuse(merge(quantize(trace(model), weights))) for _ in range(2))
     fuse_rounding(graph, torch.float32, multiplies)
     # Of the norms the first of both layers, for q, and the second of the first, for gate; of products also down.
     assert rounding_counts(graph) == (3, 2, 5)
@@ -285,7 +289,7 @@ def test_other_readers_have_the_rows_as_they_are() -> None:
 
 
 def test_a_gate_that_something_else_reads_stays() -> None:
-    graph = fuse(merge(capture(Tiny())))
+    graph = fuse(merge(trace(Tiny())))
     before = operation_counts(graph)
     assert operation_counts(fuse_rounding(graph, torch.float32, multiplies)) == before
     packed_once = packed_graph(Tiny(), "int8", plain=("lm_head", "layers.0.down_proj"))

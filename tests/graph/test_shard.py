@@ -13,7 +13,6 @@ from torch import Tensor, fx, nn
 from strata.comm.operations import Along
 from strata.comm.placement import Placement
 from strata.cost.nodes import node_costs
-from strata.graph.capture import capture, capture_head, operation_of
 from strata.graph.compose import compose
 from strata.graph.fuse import fuse
 from strata.graph.gather import gather_after_attention
@@ -21,6 +20,7 @@ from strata.graph.merge import merge
 from strata.graph.ranks.shard import shard
 from strata.graph.ranks.slice_products import slice_products
 from strata.graph.ranks.stages import exchange, stage
+from strata.graph.trace import operation_of, trace, trace_head
 from strata.graph.walk import operation_counts
 from strata.hardware.roofline import Workload
 from strata.kernels.linear.linear import linear
@@ -53,7 +53,7 @@ def placements(model: nn.Module, **changes: Placement) -> dict[str, Placement]:
 def sharded_parts(model: nn.Module, along: Along = TWO) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The graphs of a model and its head, its parameters as they are."""
     placed = placements(model)
-    return tuple(shard(graph, placed, along, 0) for graph in (capture(model), capture_head(model)))  # type: ignore[return-value]
+    return tuple(shard(graph, placed, along, 0) for graph in (trace(model), trace_head(model)))  # type: ignore[return-value]
 
 
 def names_of(graph: fx.GraphModule) -> list[str]:
@@ -73,13 +73,13 @@ def test_messages_stand_after_the_products_that_need_them() -> None:
 def test_one_rank_leaves_the_graph_as_it_is() -> None:
     model = Tiny()
     graph, head = sharded_parts(model, Along("tp", 1))
-    assert names_of(graph) == names_of(capture(model))
-    assert names_of(head) == names_of(capture_head(model))
+    assert names_of(graph) == names_of(trace(model))
+    assert names_of(head) == names_of(trace_head(model))
 
 
 def test_residual_norms_are_fused_with_the_sums_over_ranks() -> None:
     whole = fuse(merge(compose(*sharded_parts(Tiny()))))
-    plain = fuse(merge(compose(capture(Tiny()), capture_head(Tiny()))))
+    plain = fuse(merge(compose(trace(Tiny()), trace_head(Tiny()))))
     assert operation_counts(whole)["add_rms_norm"] == operation_counts(plain)["add_rms_norm"]
     fused = [node for node in whole.graph.nodes if getattr(operation_of(node), "name", "") == "add_rms_norm"]
     for node in fused:
@@ -109,7 +109,7 @@ def test_a_bias_is_added_to_the_sum_once() -> None:
         part = Biased()
         part.load_state_dict(whole.state_dict() | {"weight": whole.weight})
         part.weight.data = whole.weight.data[:, rank * 4 : rank * 4 + 4].contiguous()
-        graphs.append(shard(capture(part), placed, TWO, rank))
+        graphs.append(shard(trace(part), placed, TWO, rank))
     for found in run_in_lockstep(graphs, [(x[:, :4],), (x[:, 4:],)]):
         torch.testing.assert_close(found, whole(x), rtol=0, atol=1e-6)
 
@@ -140,7 +140,7 @@ def test_a_parameter_without_a_placement() -> None:
     placed = placements(model)
     del placed["layers.1.q_proj.weight"]
     with pytest.raises(ValueError, match=r"'layers\.1\.q_proj\.weight' has no placement"):
-        shard(capture(model), placed, TWO, 0)
+        shard(trace(model), placed, TWO, 0)
 
 
 @pytest.mark.parametrize("placement", [Placement.ROW, Placement.VOCABULARY])
@@ -148,7 +148,7 @@ def test_what_reads_divided_parameters_must_be_known(placement: Placement) -> No
     model = Tiny()
     changed: dict[str, Any] = {"layers.0.before.weight": placement}
     with pytest.raises(ValueError, match=r"rms_norm reads layers\.0\.before\.weight, which ranks divide"):
-        shard(capture(model), placements(model) | changed, TWO, 0)
+        shard(trace(model), placements(model) | changed, TWO, 0)
 
 
 ROW = {"weight": Placement.ROW, "bias": Placement.PER_TOKEN, "other": Placement.COLUMN}
@@ -190,7 +190,7 @@ def calls(graph: fx.GraphModule) -> list[Any]:
     ],
 )
 def test_products_that_ranks_sum_are_sliced(dtype: torch.dtype, ranks: int, expected: list[str]) -> None:
-    graph = shard(capture(Two(48 // ranks, dtype)), ROW, Along("tp", ranks), 0)
+    graph = shard(trace(Two(48 // ranks, dtype)), ROW, Along("tp", ranks), 0)
     slice_products(graph, ROW, ranks)
     assert calls(graph) == expected
     (sliced,) = [node for node in graph.graph.nodes if node.name == "linear"]
@@ -202,7 +202,7 @@ def test_products_that_ranks_sum_are_sliced(dtype: torch.dtype, ranks: int, expe
 )
 def test_slices_of_a_width(width: int, ranks: int, slices: int) -> None:
     """Of the width that a rank holds; 3 ranks of width 8 have one of 24, and 2 slices each."""
-    graph = slice_products(shard(capture(Two(width)), ROW, Along("tp", ranks), 0), ROW, ranks)
+    graph = slice_products(shard(trace(Two(width)), ROW, Along("tp", ranks), 0), ROW, ranks)
     (sliced,) = [node for node in graph.graph.nodes if node.name == "linear"]
     assert sliced.args[2] == slices
 
@@ -215,9 +215,9 @@ def test_the_bias_is_added_after_the_sum(dtype: torch.dtype) -> None:
         part = Two(24, dtype)
         part.weight.data = whole.weight.data.chunk(2, 1)[rank].contiguous()
         part.bias, part.other = whole.bias, whole.other
-        graphs.append(slice_products(shard(capture(part), ROW, Along("tp", 2), rank), ROW, 2))
+        graphs.append(slice_products(shard(trace(part), ROW, Along("tp", 2), rank), ROW, 2))
     (first, second) = run_in_lockstep(graphs, [(x[:, :24],), (x[:, 24:],)])
-    alone = slice_products(capture(whole), ROW, 1)(x)
+    alone = slice_products(trace(whole), ROW, 1)(x)
     assert torch.equal(first, second)
     torch.testing.assert_close(first, alone, rtol=1e-5, atol=1e-4 if dtype == torch.float32 else 0.5)
 
@@ -228,7 +228,7 @@ def on_meta(batch: Batch) -> Batch:
 
 def test_stages_one_after_the_other_are_the_model() -> None:
     model, batch = Tiny("qk"), packed(5, 3)
-    whole = capture(model)
+    whole = trace(model)
     first, last = stage(whole, 0, 1, model), stage(whole, 1, 2, model)
     hidden = first(batch)
     assert hidden.shape == (8, HIDDEN)
@@ -239,7 +239,7 @@ def test_stages_one_after_the_other_are_the_model() -> None:
 
 def test_each_operation_is_in_one_stage() -> None:
     model = Tiny()
-    whole = capture(model)
+    whole = trace(model)
     parts = [stage(whole, layer, layer + 1, model) for layer in range(LAYERS)]
     assert sum(map(operation_counts, parts[1:]), operation_counts(parts[0])) == operation_counts(whole)
     for layer, part in enumerate(parts):
@@ -251,7 +251,7 @@ def test_each_operation_is_in_one_stage() -> None:
 
 def test_the_pools_of_a_stage_begin_with_its_first_layer() -> None:
     model = Tiny()
-    last = stage(capture(model), 1, 2, model)
+    last = stage(trace(model), 1, 2, model)
     keys, values = (torch.zeros(2, 4, KV_HEADS, HEAD_DIM) for _ in range(2))
     tables, slots = torch.tensor([[1]], dtype=torch.int32), torch.tensor([4, 5, 6], dtype=torch.int32)
     pages = PagedKV((keys,), (values,), tables, torch.tensor([3], dtype=torch.int32), slots)
@@ -265,7 +265,7 @@ def test_the_pools_of_a_stage_begin_with_its_first_layer() -> None:
 
 def test_a_stage_is_costed_and_fused() -> None:
     model, batch = Tiny(), packed(3, 4)
-    whole = capture(model)
+    whole = trace(model)
     workload = Workload((3, 4), (3, 4))
     hidden = torch.empty(7, HIDDEN, device="meta")
     first, last = stage(whole, 0, 1, model), stage(whole, 1, 2, model)
@@ -281,7 +281,7 @@ def test_a_stage_is_costed_and_fused() -> None:
 def test_messages_stand_at_the_ends_of_a_stage() -> None:
     """7 tokens of 24 numbers of 4 bytes go from stage to stage."""
     model, batch, along = Tiny(), packed(3, 4), Along("pp", 2)
-    whole, workload = capture(model), Workload((3, 4), (3, 4))
+    whole, workload = trace(model), Workload((3, 4), (3, 4))
     first, last = (
         exchange(stage(whole, layer, layer + 1, model), along, layer, HIDDEN, torch.float32) for layer in range(2)
     )
@@ -299,7 +299,7 @@ def test_messages_stand_at_the_ends_of_a_stage() -> None:
 @pytest.mark.parametrize(("first", "end"), [(1, 1), (-1, 1), (0, 3), (2, 1)])
 def test_layers_that_are_not_there(first: int, end: int) -> None:
     with pytest.raises(ValueError, match=f"layers {first} to {end} does not lie within the 2 layers"):
-        stage(capture(Tiny()), first, end, Tiny())
+        stage(trace(Tiny()), first, end, Tiny())
 
 
 class Skipping(nn.Module):
@@ -318,7 +318,7 @@ class Skipping(nn.Module):
 
 def test_one_value_alone_passes_from_stage_to_stage() -> None:
     model = Skipping()
-    x, whole = torch.randn(2, 4), capture(model)
+    x, whole = torch.randn(2, 4), trace(model)
     first, rest = stage(whole, 0, 1, model), stage(whole, 1, 3, model)
     assert torch.equal(rest(x, first(x)), model(x))
     with pytest.raises(ValueError, match="one value passes from layer to layer, and here pass: linear, linear_1"):

@@ -16,7 +16,7 @@ from strata.cli.main import app
 from strata.cost import aiconfigurator
 from strata.cost.aiconfigurator import data_folder, imported_efficiencies
 from strata.cost.evidence import evidence_of
-from strata.cost.loan import Loan
+from strata.cost.extrapolated_device import ExtrapolatedDevice
 from strata.hardware.figures import Cuda
 from strata.hardware.measured import write
 from strata.hardware.prediction import Call, Prediction
@@ -92,7 +92,7 @@ def test_tables_of_others_stand_in_where_nothing_was_measured(tmp_path: Path) ->
     assert evidence_of(device("h200"), environment, tmp_path).products is None
 
 
-H100 = Loan(device("h200"), device("h100"))
+H100 = ExtrapolatedDevice(device("h200"), device("h100"))
 # A memory of 4.8 TB/s and one of 3.35.
 RATIO = 3.35 / 4.8
 
@@ -106,16 +106,16 @@ def test_what_was_borrowed_is_not_called_measured() -> None:
 
 
 def test_only_a_device_with_the_same_multiprocessors_borrows(tmp_path: Path) -> None:
-    assert Loan.to(device("h100")) == H100
-    assert Loan.to(device("h100-nvl")) is not None  # 132 as well
+    assert ExtrapolatedDevice.to(device("h100")) == H100
+    assert ExtrapolatedDevice.to(device("h100-nvl")) is not None  # 132 as well
     for key in ("h200", "h100-pcie", "a100", "b200", "mi300x", "epyc-9654"):
-        assert Loan.to(device(key)) is None, key
+        assert ExtrapolatedDevice.to(device(key)) is None, key
     other = replace(device("h100"), cuda=Cuda((10, 0), 227 * 1024, 132))
-    assert Loan.to(other) is None
-    assert Loan.to(device("h100"), tmp_path) is None  # nobody has calls
+    assert ExtrapolatedDevice.to(other) is None
+    assert ExtrapolatedDevice.to(device("h100"), tmp_path) is None  # nobody has calls
     write("NVIDIA H100 80GB HBM3", "a benchmark", {}, tmp_path)
-    assert Loan.to(device("h100"), tmp_path) is None  # it has a file of its own
-    lent = Loan.to(device("h200"), tmp_path)
+    assert ExtrapolatedDevice.to(device("h100"), tmp_path) is None  # it has a file of its own
+    lent = ExtrapolatedDevice.to(device("h200"), tmp_path)
     assert lent is not None
     assert lent.lender.key == "h100"
 
@@ -149,7 +149,7 @@ def test_beyond_the_start_of_a_kernel_calls_keep_their_utilization() -> None:
 def test_sums_over_ranks_are_lent_between_links_that_are_as_fast() -> None:
     sums: list[Call] = [("nccl", "bfloat16", (2, 1024), 9e-6)]
     assert H100.calls({"all_reduce": sums}) == {"all_reduce": sums}
-    nvl = Loan(device("h200"), device("h100-nvl"))  # 300 GB/s for 450
+    nvl = ExtrapolatedDevice(device("h200"), device("h100-nvl"))  # 300 GB/s for 450
     assert nvl.calls({"all_reduce": sums}) == {}
     assert "nothing of messages" in str(nvl)
     assert "nothing of messages" not in str(H100)
@@ -157,7 +157,7 @@ def test_sums_over_ranks_are_lent_between_links_that_are_as_fast() -> None:
 
 def test_ceilings_are_lent_where_nothing_was_measured() -> None:
     promised = tuple(one for one in device("h100").figures if not one.measured)
-    lent = Loan(device("h200"), replace(device("h100"), figures=promised)).device()
+    lent = ExtrapolatedDevice(device("h200"), replace(device("h100"), figures=promised)).device()
     assert lent.ceiling("bandwidth").value == pytest.approx(4.28e12 * RATIO)
     assert lent.ceiling("compute", "bfloat16").value == 800e12
     assert lent.ceiling("sustained", "bfloat16").value == 694e12
@@ -171,7 +171,7 @@ def test_ceilings_are_lent_where_nothing_was_measured() -> None:
     own = H100.device()  # of which all but its steps was measured
     assert {one.quantity for one in own.figures if one.borrowed} == {"step"}
     assert own.ceiling("bandwidth") == device("h100").ceiling("bandwidth")
-    nvl = Loan(device("h200"), device("h100-nvl")).device()
+    nvl = ExtrapolatedDevice(device("h200"), device("h100-nvl")).device()
     assert nvl.ceiling("compute", "bfloat16").value == pytest.approx(800e12 * 835.5 / 989.4)
 
 

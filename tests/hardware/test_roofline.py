@@ -38,7 +38,7 @@ def test_costs_add_part_by_part() -> None:
     assert added == Cost(6, 80, 1000, 12)
     assert added.bytes == 1080
     sent = Cost(messages=1, sent=5) + Cost(messages=2, sent=6)
-    assert sent == Cost(messages=3, sent=11) == sent.least
+    assert sent == Cost(messages=3, sent=11) == sent.in_step
     assert sent - sent == Cost()
 
 
@@ -71,10 +71,10 @@ def test_the_h200_link_predicts_what_nccl_took(cost, ranks, nbytes, microseconds
 
 def test_nothing_takes_no_time_and_floors_count_the_best_without_a_start() -> None:
     link = LINKS["h200"]
-    assert link.seconds(0, 0) == link.least_seconds(0, 0) == 0
+    assert link.seconds(0, 0) == link.min_seconds(0, 0) == 0
     assert link.seconds(2, 339_000) == pytest.approx(25.1e-6 + 2 * 2.33e-6 + 1e-6)
-    assert link.least_seconds(2, 359_000) == pytest.approx(2 * 1.96e-6 + 1e-6)
-    assert Link(5.0, 1.0, 100.0, "", "").least_seconds(2, 100) == 3
+    assert link.min_seconds(2, 359_000) == pytest.approx(2 * 1.96e-6 + 1e-6)
+    assert Link(5.0, 1.0, 100.0, "", "").min_seconds(2, 100) == 3
 
 
 def test_no_measured_message_was_shorter_than_its_floor() -> None:
@@ -83,7 +83,7 @@ def test_no_measured_message_was_shorter_than_its_floor() -> None:
     messages = [line for record in records if record["test"] == "comm" for line in record["results"]]
     assert {(line["ranks"], line["operation"]) for line in messages} >= set(product((2, 4), COLLECTIVES))
     for line in messages:
-        assert min(line["all"]) * 1e-6 >= LINKS["h200"].least_seconds(1, line["sent"]), line
+        assert min(line["all"]) * 1e-6 >= LINKS["h200"].min_seconds(1, line["sent"]), line
 
 
 def test_links_belong_to_known_devices_and_stay_below_what_makers_promise() -> None:

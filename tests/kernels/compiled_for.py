@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from strata.kernels.linear.skinny import Launch
+from strata.kernels.linear.small_m import Launch
 
 _POINTERS = {torch.bfloat16: "*bf16:16", torch.float32: "*fp32:16", torch.int32: "*i32:16"}
 

@@ -13,9 +13,9 @@ import torch
 
 from strata import LLM, SamplingParams
 from strata.graph.bind import bind
-from strata.graph.capture import capture, capture_head
 from strata.graph.fuse import fuse
 from strata.graph.merge import merge
+from strata.graph.trace import trace, trace_head
 from strata.hardware.specs import device
 from strata.kernels import choose
 from strata.kernels.choose import MEASURED, thresholds, thresholds_of
@@ -71,8 +71,8 @@ def test_an_engine_of_references_gives_the_same_tokens(folder: Path) -> None:
     llm = LLM(folder, device="cpu", dtype="float32", num_pages=50, max_num_batched_tokens=32)
     want = ids(llm)
     model, runner = llm.engine.model, llm.engine.loop._runner
-    runner._graph = bind(fuse(merge(capture(model))), "reference").forward
-    runner._head = bind(capture_head(model), "reference").forward
+    runner._graph = bind(fuse(merge(trace(model))), "reference").forward
+    runner._head = bind(trace_head(model), "reference").forward
     llm.engine.loop.scheduler._prefixes.evict(50)
     assert ids(llm) == want
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.linear.fp8 import linear_fp8, linear_silu_mul_fp8
-from strata.kernels.linear.packed import many_rows
-from strata.kernels.linear.rounded_linear import by_library
+from strata.kernels.linear.quantized import many_rows
+from strata.kernels.linear.quantized_linear import by_library
 from strata.kernels.quant.fp8 import library_product, multiply, pack_both_ways, padded, quantize, scaled_product
-from strata.kernels.quant.packed import dense, pack, packed_product
+from strata.kernels.quant.quantized import dense, pack, quantized_product
 from strata.kernels.quant.round_rows import round_rows
 from strata.kernels.quant.schemes import SCHEMES
 
@@ -148,8 +148,8 @@ def test_the_library_is_called_as_it_wants(rows: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(many_rows, "_round", round_rows.reference)
     x, bias = spread(24, 32), torch.zeros(48, dtype=torch.bfloat16)
     weight = pack(spread(48, 32), SCHEMES["fp8"]._replace(rows=rows))
-    product = by_library(many_rows.rounded_call(x, weight, bias))
-    torch.testing.assert_close(product, packed_product(x, weight, bias))
+    product = by_library(many_rows.quantized_call(x, weight, bias))
+    torch.testing.assert_close(product, quantized_product(x, weight, bias))
     a, b, given = calls[0]
     assert (a.shape, b.shape, b.stride()) == ((24, 32), (32, 48), (1, 32))
     assert b.data_ptr() == weight.values.data_ptr()

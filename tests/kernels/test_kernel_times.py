@@ -13,9 +13,9 @@ import torch
 
 from benchmarks.predictions.cases import PredictionCase
 from strata.cost.attention_times import Attends, AttentionTimes, GroupTimes
-from strata.cost.packed_times import TIMES, PackedTimes
+from strata.cost.quantized_times import TIMES, QuantizedTimes
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.quant.packed import Scheme
+from strata.kernels.quant.quantized import Scheme
 from strata.kernels.quant.schemes import SCHEMES
 from tests.plan.test_predictions import steps
 
@@ -157,7 +157,7 @@ SIZES = {
 }
 # A launch takes a second, a byte one, a value of e4m3 three and of int4 two and half a second a row more; a FLOP in 8
 # bits a hundredth.
-HAND = PackedTimes(
+HAND = QuantizedTimes(
     launch=1.0,
     streaming={"e4m3": 0.75, "int4": 0.25},
     filled=4.0,
@@ -168,7 +168,7 @@ HAND = PackedTimes(
     rates={"": 50.0, "float8": 100.0},
     grouped=0.5,
     rounding=1.0,
-    rounded_bandwidth=3.0,
+    quantizing_bandwidth=3.0,
 )
 
 
@@ -200,7 +200,7 @@ def test_slower_memory_bounds_what_instructions_took() -> None:
     assert slow.product(SCHEMES["fp8"], 1, (2, 4), 8.0, 5.0) == 0.75 + 80
     assert slow.product(SCHEMES["fp8"], 17, (2, 4), 8.0, 5.0) == 1 + 80  # in place of 40 in tiles
     assert slow.product(SCHEMES["fp8"], 16, (2, 4), 8.0, 5.0) == 1 + 8 * (3 + 8)  # more than that
-    assert slow.rounded(6, 10, 2) == pytest.approx(1 + 60 * 3 / 0.3)
+    assert slow.quantizing(6, 10, 2) == pytest.approx(1 + 60 * 3 / 0.3)
 
 
 def test_one_row_by_int4_streams_in_chunks_of_32_columns() -> None:
@@ -235,7 +235,7 @@ def test_experts_in_floats_by_hand() -> None:
 
 def test_what_else_is_launched_by_hand() -> None:
     assert HAND.expanded(8.0, 4.0, 2) == 1 + 4 + 2 * 8
-    assert HAND.rounded(3, 5, 2) == 1 + 3 * 5 * 3 / 3
+    assert HAND.quantizing(3, 5, 2) == 1 + 3 * 5 * 3 / 3
     assert HAND.product(Scheme("2:4", 0, 0), 1, (2, 4), 8.0, 5.0) is None
 
 
@@ -262,7 +262,7 @@ def test_products_of_many_rows_that_were_measured(measured: list[dict[str, Any]]
         (out, width), rows = SIZES[line["model"]][line["product"]], line["rows"]
         found = H200.product(SCHEMES["int8"], rows, (out, width), out * width, 2 * rows * out)
         assert found is not None
-        assert found + H200.rounded(rows, width, 2) == pytest.approx(line["us"] * 1e-6, rel=0.04)
+        assert found + H200.quantizing(rows, width, 2) == pytest.approx(line["us"] * 1e-6, rel=0.04)
 
 
 def test_products_of_129_to_256_rows_that_were_measured() -> None:

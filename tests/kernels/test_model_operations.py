@@ -22,7 +22,7 @@ from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.linear.embedding import embedding, vocabulary_embedding
 from strata.kernels.linear.linear import linear
 from strata.kernels.moe.experts import biased_experts, by_library
-from strata.kernels.norm.norm import add_rms_norm, divided_rms_norm, mean_square, rms_norm, row_tile, wide_rms_norm
+from strata.kernels.norm.norm import add_rms_norm, mean_square, rms_norm, row_tile, sharded_rms_norm, wide_rms_norm
 from strata.kernels.recurrent.deinterleave import deinterleave
 from strata.kernels.rotary.rope import partial_rope, rope, rope_angles
 from strata.kernels.state.kv_write import kv_write
@@ -203,7 +203,7 @@ def test_a_divided_norm_is_the_norm_of_the_whole_row() -> None:
     total = torch.stack([mean_square(part) for part in parts]).sum(0)
     for rank, part in enumerate(parts):
         own = weight.chunk(2)[rank // 2]
-        assert torch.allclose(divided_rms_norm(part, total, 4, own, 1e-5, 1.0), wanted[rank // 2], rtol=0, atol=1e-12)
+        assert torch.allclose(sharded_rms_norm(part, total, 4, own, 1e-5, 1.0), wanted[rank // 2], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -387,7 +387,7 @@ def test_gradients_are_those_that_the_parts_have(device: str, monkeypatch: pytes
     arguments = (product, *weights, cos, sin, None, HeadsSpec(0, 4, 2, 1e-5))
     chosen = qk_rope_kv_write.bind(device, differentiable=True).choose(*arguments)
     assert chosen.name == "parts"
-    results = chosen.run(*qk_rope_kv_write.given(*arguments))
+    results = chosen.run(*qk_rope_kv_write.call_args(*arguments))
     assert given == [(9, 4, 8), (9, 2, 8)]
     exact = [one.detach().double().requires_grad_() for one in (product, *weights)]
     wanted = qk_rope_kv_write.reference(*exact, cos.double(), sin.double(), None, arguments[-1])

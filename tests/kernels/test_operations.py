@@ -16,20 +16,20 @@ import strata.comm.operations
 import strata.comm.reduced_norm
 import strata.models.families  # noqa: F401  (every operation of a model)
 from strata.graph import fuse, fuse_products, fuse_rounding  # noqa: F401  (and of its passes)
-from strata.graph.ranks import divide_keys  # noqa: F401
+from strata.graph.ranks import shard_keys  # noqa: F401
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.silu_mul import Clamp
 from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.moe import count, experts  # noqa: F401
-from strata.kernels.moe.route import SOFTMAX, Choice
+from strata.kernels.moe.route import SOFTMAX, ExpertChoice
 from strata.kernels.op import OPERATIONS
-from strata.kernels.quant.packed import pack
+from strata.kernels.quant.quantized import pack
 from strata.kernels.quant.schemes import SCHEMES
 from strata.kernels.state.paged import PagedKV
 from tests.kernels.launches.noted import empty as meta
 
 DTYPES = [torch.float32, torch.bfloat16]
-CLAMP, SIGMOIDS = Clamp(1.702, 0.7), Choice("sigmoid", 4, 2, "top2", 2.5)
+CLAMP, SIGMOIDS = Clamp(1.702, 0.7), ExpertChoice("sigmoid", 4, 2, "top2", 2.5)
 ROWS, WIDTH = 9, 16
 
 
@@ -55,7 +55,7 @@ ROWWISE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "add_rms_norm_round": ((X, X + 1), (FACTOR, 1e-5, "int8", 8, True)),
     "wide_rms_norm_round": ((X,), (FACTOR, 1e-5, 1.0, "int8", 0, False)),
     "silu_mul_round": ((X, X + 1), ("int8", 0)),
-    "rounded_linear": (
+    "quantized_linear": (
         (X.to(torch.int8), X[:, :1].abs()),
         (pack(WEIGHT, SCHEMES["int8"]), BIAS, torch.float32),
     ),
@@ -66,8 +66,8 @@ ROWWISE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "mean_square": ((X,), ()),
     "gated_rms_norm": ((X, X + 1), (FACTOR, 1e-5, 4, True)),
     "gated_mean_square": ((X, X + 1), ()),
-    "divided_gated_rms_norm": ((X, X + 1, some(ROWS, 4).square()), (2, FACTOR, 1e-5)),
-    "divided_rms_norm": ((X, some(ROWS, 4).square()), (2, FACTOR, 1e-5, 0.0)),
+    "sharded_gated_rms_norm": ((X, X + 1, some(ROWS, 4).square()), (2, FACTOR, 1e-5)),
+    "sharded_rms_norm": ((X, some(ROWS, 4).square()), (2, FACTOR, 1e-5, 0.0)),
     "partial_rope": ((some(ROWS, 2, WIDTH), some(ROWS, 1, 8), some(ROWS, 1, 8)), ()),
     "tail_rope": ((some(ROWS, 2, WIDTH), some(ROWS, 1, 8), some(ROWS, 1, 8)), (True,)),
     "gelu_mul": ((X, X + 1), ()),
@@ -161,7 +161,7 @@ def invariant(width: int, dtype: torch.dtype) -> dict[str, tuple[tuple[Tensor, .
         "gated_rms_norm": ((x, up), (weight, 1e-5, width, True)),
         "mean_square": ((x,), ()),
         "gated_mean_square": ((x, up), ()),
-        "divided_gated_rms_norm": ((x, up, total), (2, weight, 1e-5)),
+        "sharded_gated_rms_norm": ((x, up, total), (2, weight, 1e-5)),
         "silu_mul": ((x, up), ()),
         "gelu_mul": ((x, up), ()),
         "clamped_swiglu": ((x, up), (CLAMP,)),
@@ -243,7 +243,7 @@ GRADIENTS: list[tuple[str, Callable[..., Any], tuple[tuple[int, ...], ...]]] = [
     ("rope", lambda run, x: run(x, *ANGLES), ((3, 2, 6),)),
     ("embedding", lambda run, w: run(POSITIONS, w), ((4, 5),)),
     ("wide_rms_norm", lambda run, x, w: run(x, w, 1e-5, 1.0), ((3, 5), (5,))),
-    ("divided_rms_norm", lambda run, x, w: run(x, x.square().mean(-1, keepdim=True), 1, w, 1e-5, 1.0), ((3, 5), (5,))),
+    ("sharded_rms_norm", lambda run, x, w: run(x, x.square().mean(-1, keepdim=True), 1, w, 1e-5, 1.0), ((3, 5), (5,))),
     ("mean_square", lambda run, x: run(x), ((3, 5),)),
     ("gelu_mul", lambda run, *given: run(*given), ((3, 5), (3, 5))),
     ("clamped_swiglu", lambda run, *given: run(*given, CLAMP), ((3, 5), (3, 5))),
@@ -326,7 +326,7 @@ HAND_COUNTS: list[tuple[str, tuple[Any, ...], Cost]] = [
     ("gated_rms_norm", (meta(7, 64), meta(7, 64), meta(64), 1e-5, 16, True), Cost(9 * 448, 2 * 896 + 128, 896, 128)),
     ("gated_mean_square", (meta(7, 64), meta(7, 64)), Cost(7 * 7 * 64, 2 * 896, 7 * 16)),
     (
-        "divided_gated_rms_norm",
+        "sharded_gated_rms_norm",
         (meta(7, 64), meta(7, 64), wide(7, 4), 2, meta(64), 1e-5),
         Cost(7 * 64 * 7, 2 * 896 + 7 * 16 + 128, 896, 128),
     ),

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from strata.kernels.state.fixed import FixedStates
+from strata.kernels.state.recurrent import RecurrentStates
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.families import FAMILIES
-from strata.models.state import FixedState
+from strata.models.state import RecurrentState
 
 from .batches import HandPaged
 from .later_checkpoints import Config, family
@@ -98,7 +98,7 @@ class HandStates:
                 torch.full((sequences + 1, *shape), torch.nan, dtype=one or dtype)
                 for shape, one in zip(state.shapes, state.dtypes, strict=True)
             )
-            if isinstance(state, FixedState)
+            if isinstance(state, RecurrentState)
             else ()
             for state in FAMILIES[config.architecture].states(config)
         )
@@ -107,4 +107,4 @@ class HandStates:
         """The next tokens of some sequences, by their number."""
         slots = torch.tensor([len(self.paged.lengths) - row for row in chunks], dtype=torch.int32)
         batch = self.paged.next_batch(chunks)
-        return replace(batch, pages=batch.pages if self.attends else None, states=FixedStates(self.tensors, slots))
+        return replace(batch, pages=batch.pages if self.attends else None, states=RecurrentStates(self.tensors, slots))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from strata.graph.capture import capture
+from strata.graph.trace import trace
 from strata.models.families import build
 from strata.models.initialize import initialize
 from strata.models.joined import join_parameters
@@ -157,7 +157,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(tmp_path: Path, name: st
     model, _ = load(folder, dtype="bfloat16")
     hidden = model(packed(sequences))
     assert all(one.dtype == torch.float32 for key, one in model.named_buffers() if "rotary" in key)
-    assert torch.equal(capture(model)(packed(sequences)), hidden)
+    assert torch.equal(trace(model)(packed(sequences)), hidden)
     ours = model.head(hidden).float() - exact
     theirs = oracle_logits(load_oracle(folder, torch.bfloat16), sequences).float() - exact
     assert ours.square().mean().sqrt() < 1.2 * theirs.square().mean().sqrt()

@@ -18,12 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from strata.cache.state_pool import StateShape
 from strata.cost.nodes import node_costs
 from strata.graph.bind import bind
-from strata.graph.capture import capture
 from strata.graph.gather import gather_after_attention
+from strata.graph.trace import trace
 from strata.graph.walk import meta_indices
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
-from strata.kernels.state.fixed import FixedStates
+from strata.kernels.state.recurrent import RecurrentStates
 from strata.models.batch import Batch
 from strata.models.config import config_from_dict
 from strata.models.experts import stored_views
@@ -66,7 +66,7 @@ def test_logits_equal_transformers_over_two_thousand_tokens(opened: Checkpoint) 
 def test_pieces_over_states_equal_whole_sequences(opened: Checkpoint) -> None:
     first, second = random_sequences(opened.config.vocab_size, (131, 17), seed=1)
     whole = opened.model(packed([first, second]))
-    graph = bind(gather_after_attention(capture(opened.model)), "cpu", deterministic=True)
+    graph = bind(gather_after_attention(trace(opened.model)), "cpu", deterministic=True)
     alone = graph(packed([second]), torch.arange(17, dtype=torch.int32))
     steps = [{0: first[:79]}, {0: first[79:120], 1: second[:6]}, {1: second[6:15], 0: first[120:121]}]
     steps += [{0: first[121 + i : 122 + i], 1: second[15 + i : 16 + i]} for i in range(2)] + [{0: first[123:]}]
@@ -134,7 +134,7 @@ def test_both_forms_and_our_own_read_alike(values: dict) -> None:
     if isinstance(config.recurrence, StateSpaceConfig):
         infinite = config_from_dict(written | {"time_step_limit": [0.5, math.inf]}).recurrence
         assert isinstance(infinite, StateSpaceConfig)
-        assert infinite.most_step == math.inf
+        assert infinite.max_step == math.inf
 
 
 def test_fields_of_published_granites_without_effect_are_read() -> None:
@@ -181,7 +181,7 @@ def test_training_counts_the_products_of_every_layer(name: str) -> None:
     with torch.device("meta"):
         model = build(config)
     batch = Batch(meta_indices(7), meta_indices(7), meta_indices(2), 7)
-    nodes = node_costs(capture(model), batch, Workload((7,), (7,)))
+    nodes = node_costs(trace(model), batch, Workload((7,), (7,)))
     products = sum(node.cost.flops for node in nodes if node.operation in ("linear", "experts"))
     # The operation of experts also gates and adds up, which are no products.
     assert document_flops(config, [7], 0).products == pytest.approx(3 * products, rel=0.02)
@@ -193,9 +193,9 @@ def test_graphs_cost_what_layers_do() -> None:
     with torch.device("meta"):
         model = build(config)
         states = HandStates(config, 2)
-    kept = FixedStates(states.tensors, meta_indices(2))
+    kept = RecurrentStates(states.tensors, meta_indices(2))
     batch = Batch(meta_indices(2), meta_indices(2), meta_indices(3), 1, states=kept)
-    nodes = node_costs(capture(model), batch, Workload((1, 1), (8, 9)))
+    nodes = node_costs(trace(model), batch, Workload((1, 1), (8, 9)))
     state = [node.cost.cached for node in nodes if node.operation == "state_space"]
     tail = [node.cost.cached for node in nodes if node.operation == "short_convolution"]
     assert state == [2 * 2 * 6 * 8 * 12 * 4] * 2

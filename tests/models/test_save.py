@@ -23,7 +23,7 @@ from strata.models.families import build
 from strata.models.joined import checkpoint_parameters
 from strata.models.quantized import checkpoint
 from strata.models.save import save
-from strata.models.state import FixedState, PagedRows, WindowRows, group_numbers, state_groups
+from strata.models.state import PagedRows, RecurrentState, WindowRows, group_numbers, state_groups
 from strata.models.weights import load
 from strata.parallel.serving_shard import RankShard
 from tests.parallel.models import random_model
@@ -359,7 +359,7 @@ def test_a_part_needs_memory_for_itself_alone(monkeypatch: pytest.MonkeyPatch, t
 
 ROWS, OTHER_ROWS = PagedRows((2, 16)), PagedRows((24,), tensors=1)
 WINDOW = WindowRows(ROWS, 8)
-STATE, OTHER_STATE = FixedState(((4, 16),), (torch.float32,)), FixedState(((3,), (5, 7)), (torch.float32, None))
+STATE, OTHER_STATE = RecurrentState(((4, 16),), (torch.float32,)), RecurrentState(((3,), (5, 7)), (torch.float32, None))
 
 
 def test_fixed_states_come_last_and_their_layers_are_given_the_batch_itself() -> None:

@@ -11,12 +11,12 @@ from torch import Tensor, fx
 
 from strata.comm.mesh import Axis
 from strata.engine.program.program import StepProgram
-from strata.engine.ranks.vocabulary_part import VocabularyPart
+from strata.engine.ranks.vocabulary_shard import VocabularyShard
 from strata.models.config import ModelConfig
 from strata.models.experts import stored_views
 from strata.models.families import build
 from strata.models.layers import CausalLM
-from strata.models.part import held, inside
+from strata.models.shard import inside, zeroed_places
 from strata.parallel.serving_shard import RankShard
 from tests.engine.program.programs import step_program
 from tests.graph.lockstep import run_in_lockstep
@@ -60,7 +60,7 @@ def shard_of(
             sources = dict(stored_views(model, name, value))
             for stored, target in stored_views(own, name, parameters[name]):
                 source = sources[stored]
-                for box, place in held(target, shard.boxes(name, tuple(source.shape))):
+                for box, place in zeroed_places(target, shard.boxes(name, tuple(source.shape))):
                     place.copy_(source[inside(box)])
     return shard, own
 
@@ -138,8 +138,9 @@ def largest_error(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:
 
 def error_of_part(part: RankShard, found: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:
     """Of the logits of a rank's own ids; steps that sample no row count as none."""
-    held = VocabularyPart.of(part)
+    zeroed_places = VocabularyShard.of(part)
     pairs = (
-        (held.own(one), two[:, held.first : held.first + held.count]) for one, two in zip(found, wanted, strict=True)
+        (zeroed_places.local(one), two[:, zeroed_places.first : zeroed_places.first + zeroed_places.count])
+        for one, two in zip(found, wanted, strict=True)
     )
     return largest(relative(*pair) for pair in pairs if len(pair[0]))

@@ -11,7 +11,7 @@ import torch
 from strata.comm.collectives import start_all_reduce
 from strata.comm.launch import World
 from strata.comm.mesh import Axis, Mesh
-from strata.kernels.attention.partial import Part, partial_attention, partial_attention_gradients
+from strata.kernels.attention.partial import VisibleKeys, partial_attention, partial_attention_gradients
 from strata.models.config import config_from_dict
 from strata.parallel.context import ContextBatch, check_heads, divide_batch, parallelize_attention
 from strata.parallel.context_ring import RingSteps, ring_attention
@@ -87,7 +87,7 @@ def narrow_ring(world: World, folder: Path) -> dict[str, float]:
         shapes = [(sum(lengths), heads, 8) for heads in (4, 2, 2, 4)]
         *given, slope = (torch.randn(*shape, generator=draw).bfloat16() for shape in shapes)
         offsets = torch.tensor([0, *lengths]).cumsum(0).int()
-        wide, whole = [one.double() for one in given], Part(offsets, offsets, max(lengths), max(lengths), True)
+        wide, whole = [one.double() for one in given], VisibleKeys(offsets, offsets, max(lengths), max(lengths), True)
         out, sums = partial_attention(*wide, whole, 0.3)
         wanted = out, *partial_attention_gradients(slope.double(), *wide, out, sums, whole, 0.3)
         rows = division.rows(axis.index)

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from strata.engine.program.program import StepProgram
 from strata.engine.program.source import MovingExperts
-from strata.graph.capture import operation_of
+from strata.graph.trace import operation_of
 from strata.graph.walk import operation_counts
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
@@ -65,7 +65,7 @@ def graphs_of(
 ) -> list[StepProgram]:
     graphs = []
     for index in range(size):
-        part, own = shard_of(model, config, size, index, expert_parallel=True, own_tokens=True, redundant=redundant)  # type: ignore[arg-type]
+        part, own = shard_of(model, config, size, index, expert_parallel=True, attention_dp=True, redundant=redundant)  # type: ignore[arg-type]
         experts = None if redundant is None else moving(config, part.slots.total, counts[index])
         graphs.append(step_program(own, "cpu", deterministic, shard=part, target={"experts": experts}))
     return graphs

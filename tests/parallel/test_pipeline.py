@@ -98,9 +98,9 @@ def every_schedule(world: World, folder: Path) -> dict[str, Any]:
         for name in SCHEDULES:
             schedule = make_schedule(name, world.size, len(batches))
             part = part_of(config, schedule, world.rank)
-            recorded = Recorded()
+            captured = Recorded()
             pipeline = Pipeline(part, schedule, mesh)
-            losses = [loss_of_run(pipeline, batches, targets_of(batches), recorded) for _ in range(2)]
+            losses = [loss_of_run(pipeline, batches, targets_of(batches), captured) for _ in range(2)]
             gradients = {key: parameter.grad for key, parameter in part.named_parameters()}
             found[f"{family} {name}"] = {
                 "loss": largest(relative_error(loss, wanted) for loss in losses),
@@ -109,7 +109,7 @@ def every_schedule(world: World, folder: Path) -> dict[str, Any]:
                     relative_error(gradient, 2 * whole.get_parameter(key).grad) for key, gradient in gradients.items()
                 ),
                 "names": list(gradients),
-                "calls": recorded.calls[: len(recorded.calls) // 2],
+                "calls": captured.calls[: len(captured.calls) // 2],
             }
     return found
 

@@ -16,7 +16,7 @@ from strata.models.config import ModelConfig, config_from_dict
 from strata.models.experts import stored_parameters
 from strata.models.families import FAMILIES
 from strata.models.save import save
-from strata.models.state import FixedState
+from strata.models.state import RecurrentState
 from strata.models.weights import load
 from strata.parallel.serving_shard import RankShard
 from tests.engine.program.programs import replayed, step_program
@@ -62,10 +62,10 @@ def test_steps_of_all_ranks_have_the_logits_of_one(name: str, size: int, options
     for each in (graphs, [replayed(one, 2) for one in made]):  # whose messages travel beside products
         found = joined(logits_of(each, configs, config.vocab_size), config.vocab_size)
         assert largest_error(found, wanted) < 2e-5
-    assert bool(operation_counts(graphs[0])["divided_gated_rms_norm"]) is (name in SHARED)
+    assert bool(operation_counts(graphs[0])["sharded_gated_rms_norm"]) is (name in SHARED)
     for rank in shards:
         whole, own = (
-            [state for state in FAMILIES[of.architecture].states(of) if isinstance(state, FixedState)]
+            [state for state in FAMILIES[of.architecture].states(of) if isinstance(state, RecurrentState)]
             for of in (config, rank.config)
         )
         assert [state.shapes[1][0] * size for state in own] == [state.shapes[1][0] for state in whole]

@@ -14,10 +14,10 @@ from torch import Tensor, fx
 from strata.cost.nodes import node_costs
 from strata.cost.step_costs import step_costs
 from strata.graph.bind import bind
-from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
 from strata.graph.gather import gather_after_attention
 from strata.graph.ranks.shard import shard
+from strata.graph.trace import trace, trace_head
 from strata.graph.walk import operation_counts
 from strata.hardware.roofline import Workload
 from strata.models.batch import Batch
@@ -84,7 +84,7 @@ def test_copies_take_turns_and_the_logits_stay(size: int, redundant: int) -> Non
     """Of six experts, the first have copies; tables that change between calls are read anew."""
     config = config_for("mixtral")
     model = model_of(config)
-    graph = bind(gather_after_attention(compose(capture(model), capture_head(model))), "cpu")
+    graph = bind(gather_after_attention(compose(trace(model), trace_head(model))), "cpu")
     (wanted,) = logits_of([graph], [config])
     parts = [shard_of(model, config, size, index, expert_parallel=True, redundant=redundant) for index in range(size)]
     placement = np.arange(6 + redundant) % 6
@@ -94,7 +94,7 @@ def test_copies_take_turns_and_the_logits_stay(size: int, redundant: int) -> Non
     for part, own in parts:
         halves = [
             shard(one, part.placements, part.axes["tp"], part.index, part.slots, turns)
-            for one in (capture(own), capture_head(own))
+            for one in (trace(own), trace_head(own))
         ]
         graphs.append(bind(gather_after_attention(compose(*halves)), "cpu", axes=part.axes))
     configs = [part.config for part, _ in parts]
@@ -116,11 +116,10 @@ def test_a_rank_costs_its_share_of_the_experts(size: int) -> None:
     """Of eight experts; ranks together compute and read what one does."""
     config = config_for("qwen3-moe", num_experts=8)
     with torch.device("meta"):
-        graph = capture(build(config))
+        graph = trace(build(config))
         parts = [RankShard.of(config, size, index, expert_parallel=True) for index in range(size)]
         graphs = [
-            shard(capture(build(part.config)), part.placements, part.axes["tp"], part.index, part.slots)
-            for part in parts
+            shard(trace(build(part.config)), part.placements, part.axes["tp"], part.index, part.slots) for part in parts
         ]
     workload = Workload((1,) * 5, (1,) * 5)
     (alone,) = (node.cost for node in node_costs(graph, on_meta(5, 1)[0], workload) if node.operation == "experts")
@@ -143,7 +142,7 @@ def test_a_rank_costs_its_share_of_the_experts(size: int) -> None:
 def test_a_bound_graph_runs_a_part_in_place_of_the_whole() -> None:
     config = config_for("mixtral")
     part, own = shard_of(random_model(config, torch.float32), config, 2, 1, expert_parallel=True)
-    graph = shard(capture(own), part.placements, part.axes["tp"], 1, part.slots)
+    graph = shard(trace(own), part.placements, part.axes["tp"], 1, part.slots)
     nodes = [node for node in graph.graph.nodes if node.name.startswith("experts")]
     assert [tuple(node.args[5:]) for node in nodes] == [(3, 6)] * 2
     assert operation_counts(bind(graph, "cpu", axes=part.axes))["local_experts"] == 2
@@ -168,7 +167,7 @@ def test_each_rank_has_the_logits_of_its_own_tokens(name: str, size: int, determ
     config = config_for(name)
     model = model_of(config)
     alone = step_program(model, "cpu", deterministic).logits
-    parts = [shard_of(model, config, size, index, expert_parallel=True, own_tokens=True) for index in range(size)]
+    parts = [shard_of(model, config, size, index, expert_parallel=True, attention_dp=True) for index in range(size)]
     graphs = [step_program(own, "cpu", deterministic, shard=part) for part, own in parts]
     counts = operation_counts(graphs[0].logits)
     assert config.experts is not None
@@ -188,7 +187,7 @@ def test_each_rank_has_the_logits_of_its_own_tokens(name: str, size: int, determ
 def test_a_rank_holds_all_but_experts_whole() -> None:
     config = config_for("qwen3-moe")
     model = random_model(config, torch.float32)
-    part, own = shard_of(model, config, 2, 1, expert_parallel=True, own_tokens=True)
+    part, own = shard_of(model, config, 2, 1, expert_parallel=True, attention_dp=True)
     whole = dict(model.named_parameters())
     for name, value in own.named_parameters():
         expected = whole[name][3:] if ".experts." in name else whole[name]
@@ -201,9 +200,9 @@ def test_what_a_rank_computes_and_sends() -> None:
     """Of a step of four tokens and a row on each of two ranks: experts see eight, and half of their choices."""
     config = config_for("qwen3-moe", num_experts=8, mlp_only_layers=[])
     with torch.device("meta"):
-        part = RankShard.of(config, 2, 0, expert_parallel=True, own_tokens=True)
-        alone, own = capture(build(config)), capture(build(part.config))
-    own = shard(own, part.placements, part.axes["tp"], 0, part.slots, own_tokens=True)  # type: ignore[arg-type]
+        part = RankShard.of(config, 2, 0, expert_parallel=True, attention_dp=True)
+        alone, own = trace(build(config)), trace(build(part.config))
+    own = shard(own, part.placements, part.axes["tp"], 0, part.slots, attention_dp=True)  # type: ignore[arg-type]
     workload = Workload((1,) * 4, (1,) * 4)
     costs = {node.operation: node.cost for node in node_costs(own, on_meta(4, 1)[0], workload)}
     (whole,) = {node.cost for node in node_costs(alone, on_meta(4, 1)[0], workload) if node.operation == "experts"}

@@ -15,7 +15,7 @@ from .shards import config_for, divisible_config
 from .test_recurrent_shards import recurrent_config
 
 LLAMA, MIXTRAL, QWEN3_MOE = divisible_config("llama"), config_for("mixtral"), config_for("qwen3-moe")
-WHOLE_EXPERTS, OWN_TOKENS = {"expert_parallel": True}, {"expert_parallel": True, "own_tokens": True}
+WHOLE_EXPERTS, OWN_TOKENS = {"expert_parallel": True}, {"expert_parallel": True, "attention_dp": True}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ WHOLE_EXPERTS, OWN_TOKENS = {"expert_parallel": True}, {"expert_parallel": True,
             for more in (1, 8)
         ),
         (LLAMA, 2, OWN_TOKENS, r"enable_dp_attention=True needs a mixture .* data_parallel_size instead"),
-        (MIXTRAL, 2, {"own_tokens": True}, r"enable_dp_attention=True .* needs enable_expert_parallel=True"),
+        (MIXTRAL, 2, {"attention_dp": True}, r"enable_dp_attention=True .* needs enable_expert_parallel=True"),
         (
             config_for("mixtral", num_local_experts=3),
             4,
@@ -66,7 +66,7 @@ def test_what_cannot_be_divided(config: ModelConfig, size: int, options: dict[st
 
 
 def test_ranks_have_neighbouring_experts() -> None:
-    assert rank_config(QWEN3_MOE, 2, 1, expert_parallel=True).experts.held == (3, 4, 5)  # type: ignore[union-attr]
+    assert rank_config(QWEN3_MOE, 2, 1, expert_parallel=True).experts.local == (3, 4, 5)  # type: ignore[union-attr]
 
 
 def test_a_width_that_no_layer_has_need_not_divide() -> None:

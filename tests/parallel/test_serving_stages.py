@@ -14,10 +14,10 @@ from strata.comm.launch import World
 from strata.comm.mesh import Mesh
 from strata.comm.operations import Along
 from strata.graph.bind import bind
-from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
 from strata.graph.ranks.shard import shard as shard_graph
 from strata.graph.ranks.stages import exchange, stage
+from strata.graph.trace import trace, trace_head
 from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.layers import CausalLM
@@ -36,9 +36,7 @@ def config_of(name: str) -> ModelConfig:
 
 def whole_graph(model: CausalLM, part: RankShard) -> fx.GraphModule:
     along = Along("tp", part.size)
-    return compose(
-        *(shard_graph(one, part.placements, along, part.index) for one in (capture(model), capture_head(model)))
-    )
+    return compose(*(shard_graph(one, part.placements, along, part.index) for one in (trace(model), trace_head(model))))
 
 
 def stage_graph(part: RankShard, own: CausalLM) -> fx.GraphModule:
@@ -46,10 +44,10 @@ def stage_graph(part: RankShard, own: CausalLM) -> fx.GraphModule:
     with torch.device("meta"):
         model = build(part.divided)
     along = Along("tp", part.size)
-    graph = shard_graph(stage(capture(model), *part.layers, own), part.placements, along, part.index)
+    graph = shard_graph(stage(trace(model), *part.layers, own), part.placements, along, part.index)
     if part.stage + 1 < part.stages:
         return graph
-    head = fx.GraphModule(own, capture_head(model).graph)
+    head = fx.GraphModule(own, trace_head(model).graph)
     return compose(graph, shard_graph(head, part.placements, along, part.index))
 
 

@@ -15,15 +15,15 @@ from strata.comm.launch import World
 from strata.comm.mesh import Mesh
 from strata.comm.under_way import finish_all_reduce, start_all_reduce
 from strata.graph.bind import bind
-from strata.graph.capture import capture, capture_head, operation_of
 from strata.graph.compose import compose
 from strata.graph.fuse import fuse, fuse_decode_attention, fuse_gated_products
 from strata.graph.fuse_products import fuse_products
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
-from strata.graph.ranks.fuse_messages import fuse_messages, fuse_sent_products
+from strata.graph.ranks.fuse_messages import fuse_gemm_all_reduce, fuse_messages
 from strata.graph.ranks.overlap import SLOTS
 from strata.graph.ranks.shard import shard
+from strata.graph.trace import operation_of, trace, trace_head
 from strata.graph.walk import operation_counts
 from strata.models.config import ModelConfig
 from strata.parallel.serving_shard import RankShard
@@ -158,7 +158,7 @@ def decode_graph(model: nn.Module, part: RankShard | None) -> fx.GraphModule:
 
 
 def whole_graph(model: nn.Module, part: RankShard | None) -> fx.GraphModule:
-    graphs = [capture(model), capture_head(model)]
+    graphs = [trace(model), trace_head(model)]
     if part is not None:
         along: Any = part.axes["tp"]
         graphs = [shard(graph, part.placements, along, part.index) for graph in graphs]
@@ -173,7 +173,7 @@ def test_the_graphs_of_a_gpu_have_the_logits_of_one_rank_too(name: str, size: in
 
     def made(own: nn.Module, part: RankShard | None) -> list[fx.GraphModule]:
         prompts = gather_after_attention(fuse_gated_products(fuse_messages(fuse(merge(whole_graph(own, part))))))
-        few = fuse_sent_products(fuse_products(decode_graph(own, part)))
+        few = fuse_gemm_all_reduce(fuse_products(decode_graph(own, part)))
         axes = {} if part is None else part.axes
         return [bind(graph, "cpu", axes=axes) for graph in (prompts, decode_graph(own, part), few)]
 

@@ -39,9 +39,9 @@ def test_packed_products_of_few_tokens_read_their_packed_bytes(ranks: int) -> No
     nodes = model.step(Workload((1,) * 4, (20,) * 4)).model
     hidden, inner, layers = 1024, 3072, 28
     products = layers * (hidden * (16 + 8 + 8 + 16) * 128 + 3 * inner * hidden) // ranks
-    read = sum(node.cost.weights for node in nodes if node.packed == "int4")
+    read = sum(node.cost.weights for node in nodes if node.weight_kind == "int4")
     assert read == pytest.approx(products * (0.5 + 4 / 128), rel=1e-3)  # some of them with a norm
-    plain = sum(node.cost.weights for node in nodes if not node.packed)
+    plain = sum(node.cost.weights for node in nodes if not node.weight_kind)
     assert plain == pytest.approx(2 * 151936 * hidden // ranks, rel=2e-3)
 
 
@@ -77,8 +77,8 @@ def test_nodes_and_steps_count_the_same_flops_and_experts(costs: StepCosts) -> N
 
 def test_a_recorded_step_is_timed_at_the_size_to_which_it_is_padded() -> None:
     model = meta_model(find_config("0.6B"), device("h200"))
-    step = model.step(Workload((1,) * 20, (640,) * 20))  # recorded for 24
-    assert step.recorded
+    step = model.step(Workload((1,) * 20, (640,) * 20))  # captured for 24
+    assert step.captured
     own, padded = ({node.name: node for node in nodes} for nodes in (step.model, step.timed))
     # The product of a step of so many rows, which reads the same weight for all.
     product = next(node for node in step.model if "linear" in node.operation)
@@ -162,7 +162,7 @@ def test_a_step_that_ranks_divide_is_recorded_and_takes_little_more_than_its_par
     for tokens in (640, 1024, 8192):
         workload = Workload((1,) * 9 + (tokens - 9,), (500,) * 9 + (tokens - 9,))
         step = divided.step(workload)
-        assert (step.graph, step.recorded) == ("divided", True)
+        assert (step.graph, step.captured) == ("divided", True)
         assert 0.5 < two.predict(workload).seconds / alone.predict(workload).seconds < 0.6
         messages = [node.operation for node in step.model if node.cost.messages]
         assert messages == ["gather_keys_values"] * config.num_layers + ["gather_tokens"] * 2
@@ -175,11 +175,11 @@ def test_a_step_that_ranks_divide_is_recorded_and_takes_little_more_than_its_par
 
 def test_rows_of_large_steps_of_sixteen_ranks_go_to_the_ranks_of_their_experts_alone() -> None:
     config, h200 = find_config("30B-A3B"), device("h200")
-    shard = RankShard.of(config, 16, 0, imagined("tp", 16), expert_parallel=True, own_tokens=True)
+    shard = RankShard.of(config, 16, 0, imagined("tp", 16), expert_parallel=True, attention_dp=True)
     model = meta_model(config, h200, shard=shard)
     large, small = (model.step(Workload((tokens,), (tokens,))) for tokens in (4096, 512))
-    assert (large.graph, large.recorded) == ("exchanged_logits", False)
-    assert (small.graph, small.recorded) == ("logits", True)
+    assert (large.graph, large.captured) == ("exchanged_logits", False)
+    assert (small.graph, small.captured) == ("logits", True)
     sent = {node.operation: node.cost.sent for node in large.model if node.cost.messages and node.layer == 0}
     # Another rank has one of a token's eight among its eight of 128 experts; with the row go eight numbers and weights.
     rows = 15 * round(4096 * (1 - comb(120, 8) / comb(128, 8)))

@@ -127,7 +127,7 @@ def test_steps_of_06b_that_were_held_out() -> None:
 
 def test_groups_of_four_heads_are_about_as_well_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decodes of 8B that were held out, and all steps of 1B. Decodes beside prompts are divided as they were when they
-    ran: as if all sequences of the recorded size decoded."""
+    ran: as if all sequences of the captured size decoded."""
 
     def as_it_was(*shape: Any, some: bool) -> DecodeTile:
         return decode_tile(*shape)

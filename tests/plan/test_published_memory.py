@@ -15,7 +15,7 @@ CLOSE = 0.03
 CONFIG = find_config("8B")
 SEQUENCE, BATCH = 8192, 16  # so many that activations, not gradients, are the fullest moment
 RANKS = 8
-PARAMETERS = TrainShape(CONFIG, SEQUENCE, SEQUENCE).held[0].total
+PARAMETERS = TrainShape(CONFIG, SEQUENCE, SEQUENCE).local_parameters[0].total
 
 
 def found(recompute: str = "none", batches: int = 1, **layout: int | bool) -> StepMemory:
@@ -51,7 +51,7 @@ def test_megatron_parameters_of_70b() -> None:
     hidden, shared = config.hidden_size, config.num_kv_heads / config.num_heads
     each = 2 * hidden**2 * (1 + shared) + 3 * hidden * config.intermediate_size
     counted = 2 * config.vocab_size * hidden + config.num_layers * each
-    assert TrainShape(config, SEQUENCE, SEQUENCE).held[0].total == pytest.approx(counted, rel=CLOSE)
+    assert TrainShape(config, SEQUENCE, SEQUENCE).local_parameters[0].total == pytest.approx(counted, rel=CLOSE)
     assert counted == pytest.approx(70.6e9, rel=CLOSE)
 
 

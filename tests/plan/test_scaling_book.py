@@ -16,10 +16,10 @@ from strata.comm.cost import Network
 from strata.cost.efficiency import product_cost
 from strata.cost.nodes import NodeCost, node_costs
 from strata.cost.step_costs import StepCosts, step_costs
-from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
+from strata.graph.trace import trace, trace_head
 from strata.graph.walk import meta_indices, meta_pages
 from strata.hardware.links import Link
 from strata.hardware.roofline import Cost, Workload, floor
@@ -62,7 +62,7 @@ def costs_of(config: ModelConfig) -> StepCosts:
     """Of the whole model's graph in bfloat16; TPUs share it out equally."""
     with torch.device("meta"):
         model = build(config).to(torch.bfloat16)
-    graph = gather_after_attention(merge(compose(capture(model), capture_head(model))))
+    graph = gather_after_attention(merge(compose(trace(model), trace_head(model))))
 
     def argument(sequences: int, rows: int) -> tuple[Batch, torch.Tensor]:
         work = Workload((1,) * sequences, (1,) * sequences)
@@ -136,7 +136,7 @@ def costs_13b() -> StepCosts:
 def test_section_6_parameters_and_flops_of_70b() -> None:
     """70.4e9 parameters; 6 for each of them and token, 4.2e11 of 70e9; 6.3e24 of 15 trillion tokens."""
     shape = TrainShape(LLAMA_70B, 8192, 8192)
-    assert shape.held[0].total == pytest.approx(70.4e9, rel=CLOSE)
+    assert shape.local_parameters[0].total == pytest.approx(70.4e9, rel=CLOSE)
     flops = document_flops(LLAMA_70B, [8192], 8192)
     of_token = (flops.products + flops.head) / 8192
     assert of_token == pytest.approx(4.2e11, rel=CLOSE)
@@ -157,7 +157,7 @@ def test_section_6_memory_of_training_with_batches_of_four_million_tokens() -> N
     checkpoints, three a layer, where Strata has one. 16.5 TB: 171 chips of 96 GB, and 1.8 GB on each of 8960."""
     shape = TrainShape(LLAMA_70B, 4_000_000, 8192)
     found = memory(shape, "layers")
-    state, checkpoints = found.state - 4 * shape.held[0].total, 3 * found.activations
+    state, checkpoints = found.state - 4 * shape.local_parameters[0].total, 3 * found.activations
     assert state == pytest.approx(140e9 + 560e9, rel=CLOSE)
     assert checkpoints == pytest.approx(15.8e12, rel=CLOSE)
     assert (state + checkpoints) / 96e9 == pytest.approx(171, rel=CLOSE)
@@ -204,7 +204,7 @@ def test_section_5_gradients_of_a_layer_are_summed_twice_as_long_as_weights_are_
 
 def test_section_5_questions_1_and_2_parameters_and_memory_of_13b() -> None:
     """13.1e9 parameters, 130 GB with two moments; 42 TB of results of the three products of MLPs, for 16M tokens."""
-    held = TrainShape(LLAMA_13B, 8192, 8192).held[0]
+    held = TrainShape(LLAMA_13B, 8192, 8192).local_parameters[0]
     assert held.total == pytest.approx(13.1e9, rel=CLOSE)
     state = memory(TrainShape(LLAMA_13B, 8192, 8192), "layers").state
     assert state - 4 * held.total == pytest.approx(130e9, rel=CLOSE)
@@ -218,7 +218,7 @@ def test_section_5_questions_1_and_2_parameters_and_memory_of_13b() -> None:
 def mlp_products(config: ModelConfig) -> list[NodeCost]:
     """Of one layer, for 1000 tokens in bfloat16."""
     with torch.device("meta"):
-        graph = capture(build(config.with_layers([0])).to(torch.bfloat16))
+        graph = trace(build(config.with_layers([0])).to(torch.bfloat16))
     ids = meta_indices(1000)
     batch = Batch(ids, ids, meta_indices(2), 1000, None)
     nodes = node_costs(graph, batch, Workload((1000,), (1000,)))
@@ -231,7 +231,7 @@ def test_section_4_question_1_parameters_and_cache_of_a_16b_model() -> None:
         LLAMA_13B, hidden_size=4096, intermediate_size=16384, num_layers=64, windows=(None,) * 64, num_heads=32,
         num_kv_heads=32,
     )  # fmt: skip
-    held = TrainShape(config, 8192, 8192).held[0]
+    held = TrainShape(config, 8192, 8192).local_parameters[0]
     assert held.total == pytest.approx(16e9 + 1.4e9, rel=CLOSE)  # 17.4e9: the book rounds D to 4e3 and F to 16e3
     mlp = sum(node.cost.weights for node in mlp_products(config)) // 2
     assert 1 - mlp * 64 / held.in_layers == pytest.approx(1 / 4, rel=CLOSE)

@@ -296,7 +296,7 @@ async def test_how_an_engine_without_last_words_ended_is_told_by_its_parent(
     address: str, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the connection has ended, or not at all; nothing is asked of the engine any more meanwhile."""
-    monkeypatch.setattr(engine_ends, "_MOST_SECONDS", 30.0 if told else 0.1)
+    monkeypatch.setattr(engine_ends, "_MAX_SECONDS", 30.0 if told else 0.1)
     ends = EngineEnds(tmp_path)
     engine = ScriptedEngine(address)
     async with connected(engine, address, ends=ends) as client:

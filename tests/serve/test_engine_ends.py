@@ -24,7 +24,7 @@ from strata.serve.event_loop import new_event_loop
 
 @pytest.fixture
 def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineEnds:
-    monkeypatch.setattr(engine_ends, "_MOST_SECONDS", 0.05)
+    monkeypatch.setattr(engine_ends, "_MAX_SECONDS", 0.05)
     return EngineEnds(tmp_path)
 
 

@@ -247,7 +247,7 @@ def test_schemas_that_are_too_long_are_refused_before_they_are_worked_on(
     def works(*_: object) -> None:
         raise AssertionError("it is worked on")
 
-    monkeypatch.setattr("strata.serve.grammar.json_part", works)
+    monkeypatch.setattr("strata.serve.grammar.json_entry", works)
     with pytest.raises(ApiError, match="bytes of grammar, and at most 65,536 are taken") as caught:
         make(lambda size: {"properties": {f"p{place}": {"type": "string"} for place in range(size)}})
     assert caught.value.code == "invalid_grammar"

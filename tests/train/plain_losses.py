@@ -13,7 +13,7 @@ from torch.func import functional_call
 from strata.comm.launch import World
 from strata.models.config import read_config
 from strata.models.layers import CausalLM
-from strata.models.quantized.choice import hold_packed
+from strata.models.quantized.choice import hold_quantized
 from strata.parallel.layout import Layout
 from strata.parallel.loss import Head, MicroBatch
 from strata.train.adapters.frozen import load_frozen
@@ -124,5 +124,5 @@ def frozen(
 ) -> CausalLM:
     """The model of a folder, which holds packed what a run would."""
     model, packed = load_frozen(folder, read_config(folder), scheme, device, dtype)
-    hold_packed(model, packed)
+    hold_quantized(model, packed)
     return model

@@ -26,9 +26,9 @@ from strata.train.checkpoints.state import StateShard
 from strata.train.data.pack import PackedBatch, Samples
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.steps import make
+from strata.train.steps.captured import shape_of_all
 from strata.train.steps.make import Adapters, make_step
 from strata.train.steps.parallel_step import ParallelStep
-from strata.train.steps.recorded import shape_of_all
 from tests.largest import name_of_largest
 from tests.parallel.models import config_of, random_model
 from tests.parallel.ranks import relative_error

@@ -22,7 +22,7 @@ from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
 from strata.train.config import TrainConfig
 from strata.train.data.encoding import Document, Encoded
-from strata.train.data.loader import DataPosition, Loader, OnceLoader, Step
+from strata.train.data.loader import DataPosition, LoadedStep, Loader, OnceLoader
 from strata.train.data.mixture import Mixture
 from strata.train.data.pack import PackedBatch, Samples, pack
 from strata.train.data.shards import TokenDataset
@@ -53,7 +53,7 @@ def mixture(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Mixture:
     return Mixture([TokenDataset(out / "shards")], [1.0], seed=0)
 
 
-def step_of(mixture: Mixture, packs: int) -> Step:
+def step_of(mixture: Mixture, packs: int) -> LoadedStep:
     return Loader(mixture, 96, packs, 7).step(DataPosition())
 
 
@@ -70,7 +70,7 @@ def reference_of(folder: Path, mixture: Mixture, cache: Path, base: str) -> Refe
     return found
 
 
-def numbers_of(step: Step) -> list[int]:
+def numbers_of(step: LoadedStep) -> list[int]:
     """The pairs of a step."""
     return [number for batch in step.batches if batch.samples for number in batch.samples.numbers.tolist()]
 

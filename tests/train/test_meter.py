@@ -16,7 +16,7 @@ from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
 from strata.train import meter
 from strata.train.data.encoding import Encoded
-from strata.train.data.loader import DataPosition, Position, Step
+from strata.train.data.loader import DataPosition, LoadedStep, Position
 from strata.train.data.pack import pack
 from strata.train.faults.config import FaultsConfig
 from strata.train.faults.stragglers import ComputeClock
@@ -52,7 +52,7 @@ def test_readings_come_in_order_and_as_late_as_asked() -> None:
 
 
 def test_a_position_counts_what_was_used_and_what_was_left_out() -> None:
-    step = Step([], DataPosition(2, 1), 500, 0.9)
+    step = LoadedStep([], DataPosition(2, 1), 500, 0.9)
     first = Position().after(step)
     assert first == Position(step=1, data_step=1, place=DataPosition(2, 1), tokens=500)
     skipped = first.without(replace(step, next=DataPosition(3, 0)))
@@ -80,12 +80,12 @@ def made(*, peak: float | None = None) -> Meter:
     return Meter(FaultsConfig(), all_ranks(Layout().mesh(ALONE)), 1, CPU, ComputeClock(CPU), peak)
 
 
-def step_of(*lengths: int, utilisation: float) -> Step:
+def step_of(*lengths: int, utilisation: float) -> LoadedStep:
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     wanted = np.ones(offsets[-1], np.bool_)
     wanted[offsets[:-1]] = False
     batch = pack(Encoded(np.zeros(offsets[-1], np.int32), wanted, offsets))
-    return Step([batch], DataPosition(), int(offsets[-1]), utilisation)
+    return LoadedStep([batch], DataPosition(), int(offsets[-1]), utilisation)
 
 
 def test_the_line_of_an_interval_by_hand(time: Time) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from strata.kernels.linear.linear import linear
-from strata.kernels.quant.packed import PackedWeight, dense, pack
+from strata.kernels.quant.quantized import QuantizedWeight, dense, pack
 from strata.kernels.quant.schemes import SCHEMES
 from strata.models.config import config_from_dict, read_config
 from strata.models.experts import SparseCausalLM
@@ -34,7 +34,7 @@ from strata.train.optimizer.config import OptimizerConfig
 from strata.train.steps.make import Adapters, make_step, values_of
 from strata.train.trainer import Trainer
 from tests.dummies import randomize
-from tests.engine.packing.test_packed_checkpoints import written
+from tests.engine.packing.test_quantized_checkpoints import written
 from tests.models.checkpoints import FAMILY_CONFIGS
 from tests.train.conftest import Tune, log
 from tests.train.plain_losses import ALONE, frozen, loss_of_pack
@@ -50,13 +50,13 @@ def documents() -> PackedBatch:
     return pack_documents(Encoded(np.arange(12, dtype=np.int32), np.arange(12) % 5 != 0, np.array([0, 5, 12])))
 
 
-def packed_of(model: CausalLM) -> dict[str, PackedWeight]:
+def packed_of(model: CausalLM) -> dict[str, QuantizedWeight]:
     """What modules hold packed, by the names of the parameters that it stands for."""
     return {
         f"{place}.{name}": held
         for place, module in model.named_modules()
         for name, held in vars(module).items()
-        if isinstance(held, PackedWeight)
+        if isinstance(held, QuantizedWeight)
     }
 
 

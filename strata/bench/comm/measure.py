@@ -110,7 +110,7 @@ def _measured(
         taken = [1e6 * value for value in start_all_reduce(slowest, axis, "max").wait().tolist()]
         model = floor = None
         if link is not None:
-            model, floor = 1e6 * link.seconds(sends.messages, sends.bytes), 1e6 * link.least_seconds(1, sends.bytes)
+            model, floor = 1e6 * link.seconds(sends.messages, sends.bytes), 1e6 * link.min_seconds(1, sends.bytes)
         yield CommResult(
             "comm", name, one.name, axis.size, size, sends.bytes, short_dtype(asked.dtype),
             statistics.median(taken), "us", taken, model, floor, device_name,

@@ -19,13 +19,13 @@ from strata.bench.explain.recorder import HostSpans, StepRecorder
 from strata.bench.graph_calls import TimedNodes, replaced
 from strata.bench.run import device_name
 from strata.bench.served.client import Load, ServedEngine
-from strata.bench.step_observers import StepMarks, observed, recorded_work
+from strata.bench.step_observers import StepMarks, observed, profiled_work
 from strata.bench.trace import OTHER, kind_of, read_trace
 from strata.bench.workloads import InferenceTest
 from strata.cost.nodes import NodeCost
 from strata.cost.step_model import StepModel, dtype_name
 from strata.engine.program.meta_model import MetaModel
-from strata.graph.capture import operation_of
+from strata.graph.trace import operation_of
 from strata.graph.walk import operation_counts
 from strata.hardware.nvml import open_nvml
 from strata.hardware.telemetry import Summary, TelemetrySampler
@@ -218,7 +218,7 @@ def _profiled(llm: LLM, short: AnyWorkload) -> Mapping[StepWork, TracedOperation
     marks = StepMarks()
     with observed(llm.engine.loop, marks), profile(activities=[ProfilerActivity.CUDA]) as profiled:
         _run(llm, short)
-    found = read_trace(*recorded_work(profiled, marks.count))
+    found = read_trace(*profiled_work(profiled, marks.count))
     seconds = {name: kind.seconds for name, kind in found.kinds.items()}
     return dict.fromkeys(get_args(StepWork), TracedOperations(seconds, found.span - found.host))
 

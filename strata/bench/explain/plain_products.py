@@ -38,7 +38,7 @@ def unpacked_products(
     for group in groups.values():
         for node in times.model.step(middle_step(group).workload).model:
             if node.operation == linear.name and node.weight is not None:
-                values.add(node.packed)
+                values.add(node.weight_kind)
                 calls[math.prod(node.shape[:-1]), *node.weight] += len(group)
     packed = " and ".join(sorted(values - {""}))
     if not packed:

@@ -30,8 +30,8 @@ class StepRecorder:
         self._log = step_log(engine.device, engine.loop.clock)
         self._compilations = engine.compilations
         self._host = engine.device.type == "cpu"
-        self._recorded = engine.recorded
-        self._unrecorded = self._eager_steps()
+        self._captured = engine.captured
+        self._uncaptured = self._eager_steps()
         self._ran: list[float] = []
         self._delayed: list[float] = []
         self._compiled: list[int] = []
@@ -41,9 +41,9 @@ class StepRecorder:
 
     def begin(self, plan: StepPlan) -> None:
         self._before = self._compilations.total
-        unrecorded = self._eager_steps()  # counted before a step begins
-        self._is_eager = unrecorded > self._unrecorded
-        self._unrecorded = unrecorded
+        uncaptured = self._eager_steps()  # counted before a step begins
+        self._is_eager = uncaptured > self._uncaptured
+        self._uncaptured = uncaptured
         self._log.begin(plan)
         self._from, self._began = time.perf_counter(), time.thread_time()
 
@@ -56,7 +56,7 @@ class StepRecorder:
         self._eager.append(self._is_eager)
 
     def _eager_steps(self) -> int:
-        return 0 if self._recorded is None else sum(self._recorded.unrecorded.values())
+        return 0 if self._captured is None else sum(self._captured.uncaptured.values())
 
     def steps(self, start: float) -> tuple[MeasuredStep, ...]:
         """All steps so far; start: of the run, by the engine's clock."""

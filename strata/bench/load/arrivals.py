@@ -12,7 +12,7 @@ MAX_PERCENT = 1000.0
 # Requests a second; beyond, all are as good as sent at once.
 MAX_RATE = 1e9
 # Of either; a request in twelve days. Gaps at lower ones are soon more than a float holds.
-LEAST_RATE = 1e-6
+MIN_RATE = 1e-6
 # Beyond, gaps differ by less than a thousandth.
 MAX_BURSTINESS = 1e6
 # Of a mean of 1: shapes near 0 draw less, of which nothing can be scaled.
@@ -94,11 +94,11 @@ def _parse_rate(word: str) -> Rate:
         value = float(word.removesuffix("%"))
     except ValueError:
         value = math.nan
-    if of_saturation and LEAST_RATE <= value <= MAX_PERCENT:
+    if of_saturation and MIN_RATE <= value <= MAX_PERCENT:
         return Rate(value / 100, of_saturation=True)
-    if of_saturation or not (LEAST_RATE <= value <= MAX_RATE or value == math.inf):
+    if of_saturation or not (MIN_RATE <= value <= MAX_RATE or value == math.inf):
         raise ValueError(
-            f"--request-rate takes requests a second (4, from {LEAST_RATE:g} to {MAX_RATE:,.0f}), inf, or percent of "
-            f"saturation (25%, from {LEAST_RATE:g}% to {MAX_PERCENT:.0f}%), several between commas; got {word!r}"
+            f"--request-rate takes requests a second (4, from {MIN_RATE:g} to {MAX_RATE:,.0f}), inf, or percent of "
+            f"saturation (25%, from {MIN_RATE:g}% to {MAX_PERCENT:.0f}%), several between commas; got {word!r}"
         )
     return Rate(value)

@@ -24,7 +24,7 @@ from strata.bench.served.timeline import (
 )
 from strata.bench.step_observers import observed
 from strata.bench.trace import GapSplit, TraceTime
-from strata.engine.scheduling.room import SERVER_TPOT_MS
+from strata.engine.scheduling.prompt_budget import SERVER_TPOT_MS
 
 if TYPE_CHECKING:
     from strata.engine.build import Engine

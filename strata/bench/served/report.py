@@ -61,7 +61,7 @@ class ServedGaps:
         yield self._row("idle, no request", self.idle)
         if self.split.floor is not None:
             yield self._row("floor of the steps", self.split.floor)
-        for name, seconds in self.split.parts().items():
+        for name, seconds in self.split.breakdown().items():
             yield self._row(name, seconds)
         yield f"largest: {self.split.largest}; {self.host_gap.text()}"
         yield from self._step_lines()

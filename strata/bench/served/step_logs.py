@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from strata.bench.served.timeline import ServedStep
-from strata.bench.step_observers import StepMarks, recorded_work
+from strata.bench.step_observers import StepMarks, profiled_work
 from strata.bench.trace import TraceTime, busy_of_steps, read_trace
 from strata.engine.plan import StepPlan
 from strata.plan.explain.measurement import StepChunk
@@ -173,7 +173,7 @@ class TracedSteps:
         traced. Raises RuntimeError if the trace lacks steps."""
         if not self._marks.count:
             return None
-        work, marks = recorded_work(self._profile, self._marks.count)
+        work, marks = profiled_work(self._profile, self._marks.count)
         sizes = [ServedStep(0.0, 0.0, 0.0, chunks).size for chunks in self._plans.chunks()]
         return read_trace(work, marks), list(zip(sizes, busy_of_steps(work, marks), strict=True))
 

@@ -112,8 +112,8 @@ class GapReport:
         yield self._row("wall", *((column.wall, column.wall) for column in columns))
         if self.split.floor is not None:
             yield self._row("floor", *((self.split.floor, column.wall) for column in columns))
-        for part in self.split.parts():
-            yield self._row(part, *((column.parts()[part], column.wall) for column in columns))
+        for part in self.split.breakdown():
+            yield self._row(part, *((column.breakdown()[part], column.wall) for column in columns))
         yield f"largest: {self.split.largest}; {self.host_gap.text()}"
         yield (
             f"idle: {self.trace.idle_share:.1%} of the trace by its own clock, "

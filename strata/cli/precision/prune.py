@@ -79,7 +79,7 @@ def report_lines(found: Sequence[Zeros]) -> list[str]:
     lines = [f"{'matrices':{width}}  count    zeros  2:4 holds   MiB stored   MiB as 2:4"]
     for one in found:
         holds = f"{one.two_of_four} of {one.matrices}"
-        stored, packed = one.nbytes / _MIB, one.packed_bytes / _MIB
+        stored, packed = one.nbytes / _MIB, one.quantized_bytes / _MIB
         lines.append(
             f"{one.kind:{width}}  {one.matrices:5}  {one.share:6.2%}  {holds:>9}  {stored:11.2f}  {packed:11.2f}"
         )

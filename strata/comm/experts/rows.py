@@ -62,7 +62,7 @@ def dispatch_rows(x: Tensor, along: Along | Axis) -> Tensor:
 
 
 def _own_rows(x: Tensor, along: Along | Axis) -> Tensor:
-    rows = collectives.part_of(x.shape[0], along.size, along.name)
+    rows = collectives.shard_size(x.shape[0], along.size, along.name)
     return x.new_empty((rows, *x.shape[1:]), device="meta")
 
 

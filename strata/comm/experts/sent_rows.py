@@ -25,7 +25,7 @@ from strata.kernels.op import ATEN, NCCL, operation
 
 # Of messages of one mixture, there and back: what they take longer at 64 MiB, a quarter of a millisecond between H200
 # by 80 % of the link's rate, is more than the host's wait and three small messages. Estimated, not measured.
-_LEAST_SAVED = 64 << 20
+_MIN_SAVED = 64 << 20
 # Messages to the ranks: how many rows come, the rows, weights and numbers of their experts.
 _MESSAGES = 4
 
@@ -209,4 +209,4 @@ def exchange_tokens(width: int, dtype: torch.dtype, ranks: int, slots: int, per_
     found = send_rows.cost(x, along, weights, chosen, 0, slots, workload=none)
     found += return_rows.cost(arrived.rows, along, arrived.sent, arrived.received, workload=none)
     saved = (there.sent - found.sent) / tokens
-    return math.ceil(_LEAST_SAVED / saved) if saved > 0 else None
+    return math.ceil(_MIN_SAVED / saved) if saved > 0 else None

@@ -104,7 +104,7 @@ def _short(precision: str) -> str:
 
 
 def _draw_box(page: Svg, column: Column, box: Box, top: float, height: float) -> None:
-    page.rect(column.x, top, column.width, height, bound_class(box.bound), told(box), radius=4)
+    page.rect(column.x, top, column.width, height, bound_class(box.bound), tooltip(box), radius=4)
     lines = [("name", line) for line in _wrapped(box.label, column.width - 16)]
     lines += [("small", _by(box, column.width - 16))] * bool(box.by)
     lines += [("small", box.figures)]
@@ -131,7 +131,7 @@ def _wrapped(label: str, width: float) -> list[str]:
     return lines
 
 
-def told(box: Box) -> str:
+def tooltip(box: Box) -> str:
     """All that is known of a box, for where the pointer rests."""
     where = "" if box.node.layer is None else f"layer {box.node.layer}: "
     return "\n".join((where + box.label, *([" ".join(box.by)] * bool(box.by)), box.figures))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from strata.cost.draw import duration, quantity
 from strata.cost.drawing.boxes import Box
-from strata.cost.drawing.layer import Column, draw_layer, rows_of, told
+from strata.cost.drawing.layer import Column, draw_layer, rows_of, tooltip
 from strata.cost.drawing.svg import BOUNDS, Svg, bound_class, edge
 
 _WIDTH, _MARGIN = 1000, 20
@@ -73,7 +73,7 @@ class Drawing:
             last: int | None = None
             for box, seconds in zip(boxes, widths, strict=True):
                 width = seconds * room
-                page.rect(x, y + 27, max(width - 0.3, 0.15), _STRIP, f"{bound_class(box.bound)} solid", told(box))
+                page.rect(x, y + 27, max(width - 0.3, 0.15), _STRIP, f"{bound_class(box.bound)} solid", tooltip(box))
                 if box.node.layer is not None and box.node.layer != last:
                     page.path(f"M{x:.2f} {y + 27 + _STRIP}v5", "axis")
                     if box.node.layer % 4 == 0:

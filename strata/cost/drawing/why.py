@@ -83,7 +83,7 @@ def why(
         if operation is None or bound is None or asked not in _names(costs[node.name]):
             continue
         cost, placed = costs[node.name], placed_arguments(limits, args)
-        given, measured = operation.given(*placed), _measured(cost, table)
+        given, measured = operation.call_args(*placed), _measured(cost, table)
         taken, found = bound.choose(*placed), []
         for one in bound.candidates:
             kernels = one.launches(*given) if one.supports is None or one.supports(*given) else None

@@ -1,6 +1,6 @@
 """Which variants of kernels an engine launches, from its config alone: a start on the meta device, where none runs.
 
-The same graphs, recorded sizes, runner and warm-up as in a real start meet the same shapes, strides and addresses,
+The same graphs, captured sizes, runner and warm-up as in a real start meet the same shapes, strides and addresses,
 counted from where memory begins. What is derived wrongly costs time and nothing else: it is compiled when launched.
 """
 
@@ -31,11 +31,11 @@ from strata.engine.plan import StepPlan
 from strata.engine.program.program import StepProgram
 from strata.engine.program.source import Target
 from strata.engine.ranks.expert_balance import expert_tables
+from strata.engine.ranks.prefill_context_parallel import CONTEXT_AXIS, TokenSharding
 from strata.engine.ranks.rank import share_of_all_layers
-from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
-from strata.engine.ranks.vocabulary_part import VocabularyPart
+from strata.engine.ranks.vocabulary_shard import VocabularyShard
 from strata.engine.request import Request
-from strata.engine.runner import Launched, PromptLogprobs, Runner
+from strata.engine.runner import Launched, ScoredPrompt, Runner
 from strata.engine.sampler import DrawInputs, LogprobTensors, Sampler, draw_ids
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
@@ -43,10 +43,10 @@ from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.startup.packing import Packing
 from strata.engine.startup.sparse_attention import attention_choice
 from strata.engine.warm_up import warm_up
-from strata.graph.cudagraph import Recordings
+from strata.graph.cudagraph import CudaGraphStore
 from strata.graph.deferred import make_code
 from strata.hardware.specs import recognize
-from strata.kernels.collective.joined_heads import join_packed, pack_heads
+from strata.kernels.collective.joined_heads import pack_heads, unpack_heads
 from strata.kernels.compiling.noting import Variant, noting
 from strata.kernels.device_limits import DeviceLimits, implementations_for, meta_means
 from strata.kernels.op import NCCL, Bound
@@ -99,7 +99,7 @@ def note_variants(asked: EngineConfig, limits: DeviceLimits, note: Callable[[Var
         _note_embedded_prompts(engine.program, sizes)
         _note_scored_prompts(engine.program, config.hidden_size, sizes)
         _note_long_prompts(engine, sizes, asked)
-        warm_up(engine.loop, engine.pages, config.vocab_size, sizes.recorded.max_tokens)
+        warm_up(engine.loop, engine.pages, config.vocab_size, sizes.captured.max_tokens)
         _note_logprobs(own.vocab_size, part)
     return engine
 
@@ -134,7 +134,7 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
     target = Target(implementations_for(META), limits, copies, shard, experts, context, packed, sparse)
     program = StepProgram.of(model, replace(asked, executor="graph"), target, sizes)  # what is compared compiles itself
     if parts > 1:
-        program = replace(program, division=TokenDivision.on("cuda", parts, 0))
+        program = replace(program, division=TokenSharding.on("cuda", parts, 0))
     if asked.ranks > 1:
         _leave_messages_out(program, has_copies)
     if shard is not None:
@@ -145,7 +145,7 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
     kept = pools(groups, pages, own.num_layers, META)
     states = None if sizes.states is None else StatePool(sizes.states, asked.max_sequences + 1, META)
     runner = _NotingRunner(program, replace(sizes, groups=groups), own, kept, META, config.vocab_size, states)
-    runner.record(sizes.recorded)
+    runner.capture(sizes.captured)
     scheduler_config = SchedulerConfig(asked.max_sequences, sizes.max_tokens, sizes.max_length, 0, None)
     scheduler = Scheduler(scheduler_config, held.pages, None, held.windows, held.snapshots)
     return DryEngine(program, EngineLoop(scheduler, runner, run_ahead=True, ledger=_NO_LEDGER), held.filled)
@@ -184,7 +184,7 @@ def _join_heads(mixed: Tensor, along: Along, sums: Tensor, dtype: torch.dtype) -
     if not mixed.numel():
         empty: Tensor = join_heads.meta(mixed, along, sums, dtype)
         return empty
-    return join_packed(pack_heads(mixed, sums, along.size), mixed.shape[2], dtype)
+    return unpack_heads(pack_heads(mixed, sums, along.size), mixed.shape[2], dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +204,7 @@ class _WithoutLibrary:
 _NO_LEDGER = Ledger("meta", *(0,) * 11)
 
 
-class _Unanswered(VocabularyPart):
+class _Unanswered(VocabularyShard):
     """Draws and log-probabilities of a rank, without the others."""
 
     def gather(self, columns: Tensor) -> Tensor:
@@ -213,14 +213,14 @@ class _Unanswered(VocabularyPart):
         return gathered
 
 
-def _part(shard: RankShard | None) -> VocabularyPart | None:
-    return None if shard is None or shard.own_tokens else _Unanswered.of(shard)
+def _part(shard: RankShard | None) -> VocabularyShard | None:
+    return None if shard is None or shard.attention_dp else _Unanswered.of(shard)
 
 
 class _NotingRunner(Runner):
     """Draws the id 0 everywhere."""
 
-    def _recordings(self) -> Recordings:
+    def _captured_graphs(self) -> CudaGraphStore:
         return _RunOnce()
 
     def _finish(
@@ -228,15 +228,15 @@ class _NotingRunner(Runner):
         plan: StepPlan,
         ids: Tensor,
         reported: LogprobTensors | None = None,
-        prompt_logprobs: tuple[PromptLogprobs, ...] = (),
+        prompt_logprobs: tuple[ScoredPrompt, ...] = (),
     ) -> Launched:
         return Launched(plan, torch.zeros(len(ids), dtype=torch.int32, device="cpu"))
 
 
 class _RunOnce:
-    """In the place of CUDA graphs: what would be recorded is run, and nothing is replayed."""
+    """In the place of CUDA graphs: what would be captured is run, and nothing is replayed."""
 
-    def record(
+    def capture_graph(
         self, key: object, run: Callable[[], None], between: Callable[[], None] = lambda: None, warm: bool = False
     ) -> None:
         run()
@@ -262,7 +262,7 @@ def _note_long_prompts(engine: DryEngine, sizes: EngineSizes, asked: EngineConfi
         pass
 
 
-def _note_draws(ids: int, dtype: torch.dtype, part: VocabularyPart | None) -> None:
+def _note_draws(ids: int, dtype: torch.dtype, part: VocabularyShard | None) -> None:
     """From logits as they are and as they are edited, and their masks, which grammars give any number of words.
 
     ids: whose logits there are; part: of a rank, if there are several.
@@ -293,7 +293,7 @@ def _note_scored_prompts(program: StepProgram, hidden_size: int, sizes: EngineSi
         program.head.forward(torch.empty((rows, hidden_size), dtype=sizes.pool.dtype, device=META))
 
 
-def _note_logprobs(ids: int, part: VocabularyPart | None) -> None:
+def _note_logprobs(ids: int, part: VocabularyShard | None) -> None:
     for rows in _lengths(PROMPT_LOGPROB_ROWS):
         logits = torch.empty((rows, ids), dtype=torch.float32, device=META)
         Sampler(rows, 1, META, part).logprobs(logits, torch.zeros(rows, dtype=torch.int32, device=META), 1)

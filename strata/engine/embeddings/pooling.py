@@ -59,7 +59,7 @@ class PromptPooler(Protocol):
 
     def check(self, prompt: Sequence[int]) -> None: ...
 
-    def fitting(self, requests: Iterable[PoolRequest], most_tokens: float = math.inf) -> int: ...
+    def fitting(self, requests: Iterable[PoolRequest], token_limit: float = math.inf) -> int: ...
 
     def launch(self, requests: Sequence[PoolRequest]) -> Pooled: ...
 
@@ -96,9 +96,9 @@ class Pooler:
             )
         check_prompt_ids(prompt, self._vocab_size)
 
-    def fitting(self, requests: Iterable[PoolRequest], most_tokens: float = math.inf) -> int:
+    def fitting(self, requests: Iterable[PoolRequest], token_limit: float = math.inf) -> int:
         """How many of the requests, from the first on, one batch of at most so many tokens holds; at least one."""
-        most = min(most_tokens, self._max_tokens)
+        most = min(token_limit, self._max_tokens)
         totals = accumulate(len(request.prompt) for request in requests)
         return max(1, sum(1 for _ in takewhile(lambda total: total <= most, totals)))
 

@@ -21,21 +21,21 @@ class Characters:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class CallRule:
     """What the rule of this name takes."""
 
     name: str
 
 
 @dataclass(frozen=True, eq=False)
-class Sequence:
+class SequenceRule:
     """One after another; of no parts, the empty text."""
 
     parts: tuple[Expression, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class ChoiceRule:
     """One of several; of none, nothing."""
 
     options: tuple[Expression, ...]
@@ -50,10 +50,10 @@ class Repeat:
     most: int | None
 
 
-Expression = Characters | Call | Sequence | Choice | Repeat
+Expression = Characters | CallRule | SequenceRule | ChoiceRule | Repeat
 Rules = Mapping[str, Expression]
 
-EMPTY = Sequence(())
+EMPTY = SequenceRule(())
 
 
 def characters(ranges: Iterable[tuple[int, int]], negated: bool = False) -> Characters:
@@ -66,7 +66,7 @@ def characters(ranges: Iterable[tuple[int, int]], negated: bool = False) -> Char
 def inner(expression: Expression) -> tuple[Expression, ...]:
     """The expressions that this one is made of."""
     match expression:
-        case Sequence(parts) | Choice(parts):
+        case SequenceRule(parts) | ChoiceRule(parts):
             return parts
         case Repeat(part):
             return (part,)
@@ -78,7 +78,7 @@ def called(expression: Expression) -> set[str]:
     names, ahead = set(), [expression]
     while ahead:
         one = ahead.pop()
-        if isinstance(one, Call):
+        if isinstance(one, CallRule):
             names.add(one.name)
         ahead.extend(inner(one))
     return names
@@ -138,10 +138,12 @@ def _repeated(name: str, expression: Expression) -> Expression:
     if once is None:
         return expression
     any_before, any_behind = (EMPTY if part is None else Repeat(part, 0, None) for part in (before, behind))
-    one = Sequence(tuple(part for part in (any_before, once, any_behind) if part is not EMPTY))
+    one = SequenceRule(tuple(part for part in (any_before, once, any_behind) if part is not EMPTY))
     if between is None:
         return one
-    return Repeat(one, 1, None) if between is EMPTY else Sequence((one, Repeat(Sequence((between, one)), 0, None)))
+    return (
+        Repeat(one, 1, None) if between is EMPTY else SequenceRule((one, Repeat(SequenceRule((between, one)), 0, None)))
+    )
 
 
 def _split(name: str, expression: Expression, end: int) -> tuple[Expression | None, Expression | None]:
@@ -149,16 +151,16 @@ def _split(name: str, expression: Expression, end: int) -> tuple[Expression | No
     there is without that call; None for none.
     """
     match expression:
-        case Call(called_name) if called_name == name:
+        case CallRule(called_name) if called_name == name:
             return EMPTY, None
-        case Choice(options):
+        case ChoiceRule(options):
             splits = [_split(name, option, end) for option in options]
             recalling = tuple(one for one, _ in splits if one is not None)
             others = tuple(one for _, one in splits if one is not None)
             return _either(recalling), _either(others)
         case Repeat(part, 0, 1):
-            return _split(name, Choice((part, EMPTY)), end)
-        case Sequence(parts) if parts:
+            return _split(name, ChoiceRule((part, EMPTY)), end)
+        case SequenceRule(parts) if parts:
             rest = parts[:-1] if end else parts[1:]
             again, once = _split(name, parts[end], end)
             return _with(rest, again, end), _with(rest, once, end)
@@ -166,14 +168,14 @@ def _split(name: str, expression: Expression, end: int) -> tuple[Expression | No
 
 
 def _either(options: tuple[Expression, ...]) -> Expression | None:
-    return Choice(options) if len(options) > 1 else options[0] if options else None
+    return ChoiceRule(options) if len(options) > 1 else options[0] if options else None
 
 
 def _with(rest: tuple[Expression, ...], last: Expression | None, end: int) -> Expression | None:
     if last is None:
         return None
     parts = tuple(part for part in ((*rest, last) if end else (last, *rest)) if part is not EMPTY)
-    return parts[0] if len(parts) == 1 else Sequence(parts) if parts else EMPTY
+    return parts[0] if len(parts) == 1 else SequenceRule(parts) if parts else EMPTY
 
 
 def _pruned(expression: Expression, completed: set[str]) -> Expression | None:
@@ -181,16 +183,16 @@ def _pruned(expression: Expression, completed: set[str]) -> Expression | None:
     match expression:
         case Characters(ranges):
             return expression if ranges else None
-        case Call(name):
+        case CallRule(name):
             return expression if name in completed else None
-        case Sequence(parts):
+        case SequenceRule(parts):
             pruned = [_pruned(part, completed) for part in parts]
             found = tuple(part for part in pruned if part is not None)
-            return Sequence(found) if len(found) == len(parts) else None
-        case Choice(options):
+            return SequenceRule(found) if len(found) == len(parts) else None
+        case ChoiceRule(options):
             left = [_pruned(option, completed) for option in options]
             found = tuple(option for option in left if option is not None)
-            return (found[0] if len(found) == 1 else Choice(found)) if found else None
+            return (found[0] if len(found) == 1 else ChoiceRule(found)) if found else None
         case Repeat(part, least, most):
             inside = None if most == 0 else _pruned(part, completed)
             if inside is None:

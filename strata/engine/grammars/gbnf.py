@@ -9,13 +9,13 @@ from strata.engine.grammars.expressions import (
     EMPTY,
     LAST_CHARACTER,
     SURROGATES,
-    Call,
+    CallRule,
     Characters,
-    Choice,
+    ChoiceRule,
     Expression,
     Repeat,
     Rules,
-    Sequence,
+    SequenceRule,
     called,
     characters,
     satisfiable,
@@ -79,7 +79,7 @@ class _Reader:
             self._place += 1
             self._skip(_BLANK_LINES)
             options.append(self._sequence(blank))
-        return Choice(tuple(options)) if len(options) > 1 else options[0]
+        return ChoiceRule(tuple(options)) if len(options) > 1 else options[0]
 
     def _sequence(self, blank: re.Pattern[str]) -> Expression:
         parts: list[Expression] = []
@@ -95,7 +95,7 @@ class _Reader:
             parts.append(part)
         if self._here() and self._here() in "*+?{":
             raise self._wrong(f"there is nothing before {self._here()} that it could repeat")
-        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+        return parts[0] if len(parts) == 1 else SequenceRule(tuple(parts))
 
     def _part(self) -> Expression | None:
         mark = self._here()
@@ -111,7 +111,7 @@ class _Reader:
         if mark in ("<", "!"):
             raise self._wrong("tokens (<...>) are not taken: write their text as a literal")
         name = None if self._at_rule() else self._take(_NAME)
-        return Call(name[0]) if name is not None else None
+        return CallRule(name[0]) if name is not None else None
 
     def _group(self) -> Expression:
         self._nesting += 1
@@ -137,7 +137,7 @@ class _Reader:
         if not codes:
             return EMPTY
         parts = tuple(characters([(code, code)]) for code in codes)
-        return parts[0] if len(parts) == 1 else Sequence(parts)
+        return parts[0] if len(parts) == 1 else SequenceRule(parts)
 
     def _class(self) -> Characters:
         self._place += 1
@@ -259,11 +259,11 @@ class _Writer:
             self._define(name, expression)
             return name
         match expression:
-            case Call(name):
+            case CallRule(name):
                 return self._names[name]
-            case Sequence(parts):
+            case SequenceRule(parts):
                 return " ".join(self._written(part, nesting) for part in parts) or '""'
-            case Choice(options):
+            case ChoiceRule(options):
                 return f"({' | '.join(self._written(option, nesting + 1) for option in options)})"
             case Repeat(part, least, most):
                 return f"({self._written(part, nesting + 1)}){_times(least, most)}"
@@ -277,9 +277,9 @@ def _pattern(expression: Expression) -> str:
             if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
                 return _code(ranges[0][0])
             return f"[{''.join(_code(low) if low == high else f'{_code(low)}-{_code(high)}' for low, high in ranges)}]"
-        case Sequence(parts):
+        case SequenceRule(parts):
             return "".join(map(_pattern, parts))
-        case Choice(options):
+        case ChoiceRule(options):
             return f"(?:{'|'.join(map(_pattern, options))})"
         case Repeat(part, least, most):
             return f"(?:{_pattern(part)}){_times(least, most)}"

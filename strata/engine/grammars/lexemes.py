@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from strata.engine.grammars.expressions import (
-    Call,
+    CallRule,
     Characters,
-    Choice,
+    ChoiceRule,
     Expression,
     Repeat,
     Rules,
-    Sequence,
+    SequenceRule,
     called,
     callers_of,
     inner,
@@ -63,7 +63,7 @@ def inlined(rules: Rules, root: str) -> dict[str, Expression]:
 
 def _size(expression: Expression, sizes: dict[str, tuple[int, int]]) -> tuple[int, int]:
     """Expressions that this one is made of, and levels of them and of calls, with what is called in place."""
-    if isinstance(expression, Call):
+    if isinstance(expression, CallRule):
         size, height = sizes[expression.name]
         return size, height + 1
     parts = [_size(part, sizes) for part in inner(expression)]
@@ -81,16 +81,16 @@ class _Copier:
         match expression:
             case Characters(ranges):
                 return Characters(ranges)
-            case Call(name):
+            case CallRule(name):
                 size, _ = self._sizes.get(name, (self._room + 1, 0))
                 if size > self._room:
-                    return Call(name)
+                    return CallRule(name)
                 self._room -= size
                 return self.copy(self._rules[name])
-            case Sequence(parts):
-                return Sequence(tuple(map(self.copy, parts)))
-            case Choice(options):
-                return Choice(tuple(map(self.copy, options)))
+            case SequenceRule(parts):
+                return SequenceRule(tuple(map(self.copy, parts)))
+            case ChoiceRule(options):
+                return ChoiceRule(tuple(map(self.copy, options)))
             case Repeat(part, least, most):
                 return Repeat(self.copy(part), least, most)
 
@@ -212,13 +212,13 @@ class _Places:
             case Characters():
                 bit = 1 << self._places[id(expression)]
                 ends = _Ends(False, bit, bit)
-            case Call(name):
+            case CallRule(name):
                 ends = self._ends_of_rules[name]
-            case Sequence(parts):
+            case SequenceRule(parts):
                 ends = _Ends(True)
                 for part in parts:
                     ends = ends.then(self._ends_of(part))
-            case Choice(options):
+            case ChoiceRule(options):
                 ends = _Ends()
                 for option in options:
                     ends |= self._ends_of(option)
@@ -231,7 +231,7 @@ class _Places:
 
     def _find_steps(self, expression: Expression) -> None:
         match expression:
-            case Sequence(parts):
+            case SequenceRule(parts):
                 before = _Ends(True)
                 for part in parts:
                     ends = self._ends[id(part)]

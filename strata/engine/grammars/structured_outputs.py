@@ -16,7 +16,7 @@ SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 _TOO_DEEP = "the JSON schema nests too deep"
 
 
-def json_part(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+def json_entry(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """One of a grammar's parts, which others call `@name`: JSON that a schema describes, in one spacing.
 
     Whether the schema is sound and supported shows at compilation. Raises ValueError for a keyword of llguidance's own,
@@ -31,7 +31,7 @@ def json_part(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": name, "json_schema": {**repaired, "x-guidance": SPACING}}
 
 
-def join_parts(*parts: Mapping[str, Any]) -> str:
+def join_entries(*parts: Mapping[str, Any]) -> str:
     """The text of a grammar, which begins with the first part."""
     return json.dumps({"grammars": parts}, separators=(",", ":"))
 
@@ -76,14 +76,14 @@ class StructuredOutputsParams:
 
     def to_grammar(self) -> str:
         """The text of the grammar. Raises ValueError if `json` is no JSON object, or `grammar` no GBNF."""
-        return join_parts(self.part())
+        return join_entries(self.entry())
 
-    def part(self) -> dict[str, Any]:
+    def entry(self) -> dict[str, Any]:
         """The grammar's one part. Raises ValueError as `to_grammar` does."""
         if self.json is not None:
-            return json_part("json", read_schema(self.json))
+            return json_entry("json", read_schema(self.json))
         if self.json_object:
-            return json_part("json", {"type": "object"})
+            return json_entry("json", {"type": "object"})
         if self.regex is not None:
             from llguidance import LLMatcher  # here, because what schedules requests does without it
 

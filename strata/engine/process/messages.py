@@ -154,8 +154,8 @@ class Statistics(msgspec.Struct, array_like=True, frozen=True):
 
     kv_usage: share of the pages in use, in [0, 1].
     compiled_kernels, cached_kernels: met after it was ready (`strata.kernels.compiled`).
-    recorded_sizes: sizes of steps that replay CUDA graphs. too_large, scored, not_recorded: steps that replayed none,
-    by why (`strata.engine.recorded_steps.Reason`); nothing counts where none is to.
+    recorded_sizes: sizes of steps that replay CUDA graphs. too_large, scored, not_captured: steps that replayed none,
+    by why (`strata.engine.captured_steps.Reason`); nothing counts where none is to.
     waiting_tokens: of prompts, still to be computed, cached ones included; at most 0.05 s old.
     floor_share, predicted_ratio, gap_share: of the last seconds' steps (`strata.engine.watch.step_window.Standings`);
         None while nothing runs, or where the device is not known.
@@ -175,7 +175,7 @@ class Statistics(msgspec.Struct, array_like=True, frozen=True):
     recorded_sizes: int = 0
     too_large: int = 0
     scored: int = 0
-    not_recorded: int = 0
+    not_captured: int = 0
     waiting_tokens: int = 0
     floor_share: float | None = None
     predicted_ratio: float | None = None
@@ -188,7 +188,7 @@ class Statistics(msgspec.Struct, array_like=True, frozen=True):
 # Of an engine since its start; the others tell how it stands.
 _COUNTS = (
     "prefix_queries", "prefix_hits", "preemptions", "steps", "failed", "compiled_kernels", "cached_kernels",
-    "too_large", "scored", "not_recorded",
+    "too_large", "scored", "not_captured",
 )  # fmt: skip
 
 

@@ -12,19 +12,19 @@ import msgspec
 from llguidance import LLMatcher
 from torch import Tensor
 
+from strata.engine.args.segments import positions
 from strata.engine.build import Engine
+from strata.engine.captured_steps import REASONS
 from strata.engine.collect import LogprobRows
 from strata.engine.embeddings.pooling import EmbeddingQueue, PoolRequest, check_vector
 from strata.engine.faults import EngineFault
-from strata.engine.given.segments import positions
 from strata.engine.grammars.grammar import GrammarCompiler
 from strata.engine.loop import StepOutput
 from strata.engine.process import messages
 from strata.engine.process.jobs import Client, Job, delta_of
 from strata.engine.ranks.ranked_runner import BEHIND_SECONDS
-from strata.engine.recorded_steps import REASONS
 from strata.engine.request import Request, Status
-from strata.engine.runner import PromptLogprobs
+from strata.engine.runner import ScoredPrompt
 from strata.engine.scheduling.rank_schedulers import RankPages
 from strata.engine.startup.clock import Log
 from strata.engine.watch.request_times import Arrival
@@ -63,7 +63,7 @@ class Service:
         self._grammars = _compiler(engine, log)
         self._embeddings = EmbeddingQueue(engine.pooler, engine.loop.clock)
         ranks = len(engine.pages.parts) if isinstance(engine.pages, RankPages) else 1
-        self._watch = Watch(engine.shares, ranks=ranks, records=engine.recorded is not None)
+        self._watch = Watch(engine.shares, ranks=ranks, records=engine.captured is not None)
         self._numbers = itertools.count()
         self._steps = self._failed = 0
         self._settled = True
@@ -151,14 +151,14 @@ class Service:
 
     def statistics(self) -> messages.Statistics:
         scheduler = self._loop.scheduler
-        counted, compiled, recorded = scheduler.statistics, self._engine.compilations.counts, self._engine.recorded
+        counted, compiled, captured = scheduler.statistics, self._engine.compilations.counts, self._engine.captured
         now = self._clock()
         if self._loop.idle or now - self._counted >= COUNT_EVERY:
             self._waiting_tokens = scheduler.waiting_tokens + self._embeddings.waiting_tokens
             self._counted = -math.inf if self._loop.idle else now
         standings = self._watch.standings(now, compiled["kernel"])
         finding, layer, cause = standings.verdict or ("", "", "")
-        unrecorded = recorded.unrecorded if recorded is not None else dict.fromkeys(REASONS, 0)
+        uncaptured = captured.uncaptured if captured is not None else dict.fromkeys(REASONS, 0)
         return messages.Statistics(
             running=scheduler.running,
             waiting=scheduler.waiting + len(self._embeddings),
@@ -170,10 +170,10 @@ class Service:
             failed=self._failed,
             compiled_kernels=compiled["kernel"],
             cached_kernels=compiled["cached kernel"],
-            recorded_sizes=len(recorded.sizes) if recorded is not None else 0,
-            too_large=unrecorded["too_large"],
-            scored=unrecorded["prompt_logprobs"],
-            not_recorded=unrecorded["out_of_memory"],
+            recorded_sizes=len(captured.sizes) if captured is not None else 0,
+            too_large=uncaptured["too_large"],
+            scored=uncaptured["prompt_logprobs"],
+            not_captured=uncaptured["out_of_memory"],
             waiting_tokens=self._waiting_tokens,
             floor_share=standings.floor,
             predicted_ratio=standings.predicted,
@@ -327,7 +327,7 @@ class Service:
             for client in reached:
                 self._send_step(client, statistics, now)
 
-    def _send_prompt_logprobs(self, request_id: str, part: PromptLogprobs) -> None:
+    def _send_prompt_logprobs(self, request_id: str, part: ScoredPrompt) -> None:
         """Log-probabilities of a part of a prompt, without what was sent before a preemption."""
         job = self._jobs.get(request_id)
         rows = LogprobRows(part.tensors)

@@ -93,7 +93,7 @@ def serve(service: Service, wire: Wire, ending: Ending) -> None:
         poller.register(source, zmq.POLLIN)
     while True:
         for source, _ in poller.poll(int(1000 * service.patience)):
-            if source is not wire.socket and ending.is_asked(source):
+            if source is not wire.socket and ending.is_end_requested(source):
                 return
         for client, frame in wire.waiting():
             service.receive(client, frame)

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from strata.engine.ranks.vocabulary_part import VocabularyPart
+from strata.engine.ranks.vocabulary_shard import VocabularyShard
 from strata.engine.sampler import DrawInputs, draw_ids
-from strata.kernels.attention.virtual_sequences import Rows, virtual_sequences
+from strata.kernels.attention.query_chunks import Rows, query_chunks
 from strata.kernels.state.gather_tables import gather_tables, newest_tokens
 
 
@@ -27,8 +27,8 @@ class StepInputs(NamedTuple):
     newest: Tensor
 
 
-class DivisionInputs(NamedTuple):
-    """What the prompts of a step are divided by: see `virtual_sequences`."""
+class QueryChunkInputs(NamedTuple):
+    """What the prompts of a step are divided by: see `query_chunks`."""
 
     step: StepInputs
     bounds: Tensor
@@ -45,32 +45,32 @@ class DrawStep(NamedTuple):
 
 
 class InputsOfStep(nn.Module):
-    """recorded: the step enters the page of each last token itself. missing: there are ids that the host lacks."""
+    """captured: the step enters the page of each last token itself. missing: there are ids that the host lacks."""
 
-    def __init__(self, *, recorded: bool, missing: bool) -> None:
+    def __init__(self, *, captured: bool, missing: bool) -> None:
         super().__init__()
-        self._recorded, self._missing = recorded, missing
+        self._captured, self._missing = captured, missing
 
     def forward(self, step: StepInputs) -> tuple[Tensor, Tensor]:
         tokens = newest_tokens(step.tokens, step.sources, step.newest) if self._missing else step.tokens
-        if self._recorded:
+        if self._captured:
             where = (step.rows, step.offsets, step.lengths, step.slot_mapping)
             return tokens, gather_tables(step.tables, *where, step.page_size)
         return tokens, torch.index_select(step.tables, 0, step.rows)
 
 
-class DividedInputsOfStep(nn.Module):
+class ChunkedInputsOfStep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self._inputs = InputsOfStep(recorded=True, missing=True)
+        self._inputs = InputsOfStep(captured=True, missing=True)
 
-    def forward(self, given: DivisionInputs) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, given: QueryChunkInputs) -> tuple[Tensor, Tensor, Tensor]:
         step = given.step
-        return *self._inputs(step), virtual_sequences(step.offsets, step.lengths, given.bounds, given.rows)
+        return *self._inputs(step), query_chunks(step.offsets, step.lengths, given.bounds, given.rows)
 
 
 class DrawOfStep(nn.Module):
-    def __init__(self, part: VocabularyPart | None, *, filtered: bool) -> None:
+    def __init__(self, part: VocabularyShard | None, *, filtered: bool) -> None:
         super().__init__()
         self._part = None if part is None else part.unbound()
         self._filtered = filtered

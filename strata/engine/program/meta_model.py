@@ -16,19 +16,19 @@ from strata.cost.attention_times import Attends, Prompts
 from strata.cost.nodes import NodeCost, node_costs
 from strata.cost.step_costs import StepCosts, step_costs
 from strata.cost.step_model import StepNodes
+from strata.engine.captured_steps import gathered_rows_of, pure_prefill_rows_of
 from strata.engine.engine_config import EngineSizes
 from strata.engine.plan import Chunk, Draw, PlanArrays, StepPlan
-from strata.engine.program.inputs import DivisionInputs, DrawStep, StepInputs
+from strata.engine.program.inputs import DrawStep, QueryChunkInputs, StepInputs
 from strata.engine.program.program import StepChoice, StepProgram
 from strata.engine.program.shape import StepShape
-from strata.engine.recorded_steps import fresh_rows_of, gathered_rows_of
 from strata.engine.sampler import DrawInputs
 from strata.graph.buffers import CUDA_BLOCK, BufferPlan, buffer_plan
-from strata.graph.capture import capture, capture_head
+from strata.graph.trace import trace, trace_head
 from strata.graph.walk import meta_indices, meta_pages
 from strata.hardware.roofline import Workload
-from strata.kernels.attention.batch_parts import BatchParts
-from strata.kernels.attention.virtual_sequences import Rows, VirtualSequences, fresh_rows, keys_in_blocks
+from strata.kernels.attention.batch_split import BatchSplit
+from strata.kernels.attention.query_chunks import QueryChunks, Rows, keys_in_blocks, pure_prefill_rows
 from strata.kernels.device_limits import DeviceLimits
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
@@ -71,11 +71,11 @@ class MetaModel:
     def of_sizes(self, **changed: Any) -> MetaModel:
         """The same graphs in an engine of other sizes, by the names of `EngineSizes`."""
         sizes = replace(self.sizes, **changed)
-        return replace(self, sizes=sizes, program=self.program.replaying(sizes.recorded))
+        return replace(self, sizes=sizes, program=self.program.replaying(sizes.captured))
 
     def over_pages(self, rounded: torch.dtype | None) -> MetaModel:
         """The same graphs over pages that keep keys and values in 8 bits; None: in the model's dtype."""
-        return self.of_sizes(pool=replace(self.sizes.pool, rounded=rounded))
+        return self.of_sizes(pool=replace(self.sizes.pool, quantized=rounded))
 
     def choose(self, workload: Workload) -> StepChoice:
         """What a step runs that samples a row of each sequence, those of one token first."""
@@ -84,7 +84,7 @@ class MetaModel:
         if program.asks_sequences:
             return program.choose(StepShape.of(PlanArrays(_plan(workload))))
         behind = max((end - own for own, end in zip(new[decodes:], total[decodes:], strict=True)), default=0)
-        fresh = fresh_rows(new) if new == total else None
+        fresh = pure_prefill_rows(new) if new == total else None
         size = workload.tokens, count, count, count - decodes
         keys = keys_in_blocks(total[decodes:])
         return program.choose(StepShape(*size, decodes == count, fresh=fresh, behind=behind, prompt_keys=keys))
@@ -100,7 +100,7 @@ class MetaModel:
             head_dim=shape.head_dim,
             dtype=shape.dtype,
             page_size=shape.page_size,
-            rounded=shape.rounded,
+            rounded=shape.quantized,
             kept=shape.kept,
         )
         if choice is not None and (choice.size is not None or choice.library):
@@ -109,10 +109,10 @@ class MetaModel:
         if choice is not None and max(workload.new) > 1 and workload.tokens < 1 << 31:  # as many as a device can count
             size = choice.size
             indices = meta_indices(4, 1), meta_indices(2, 1), meta_indices(2, 1)
-            virtual = VirtualSequences(*indices, self._rows(choice)) if choice.library else None
-            decodes = _decodes(workload) if size is None else (0 if size.fresh else None)
+            virtual = QueryChunks(*indices, self._rows(choice)) if choice.library else None
+            decodes = _decodes(workload) if size is None else (0 if size.pure_prefill else None)
             begin = decodes is not None and workload.new[decodes:] == workload.total[decodes:]
-            parts = BatchParts(pages.lengths, pages.lengths, meta_indices(2), decodes, virtual, begin)
+            parts = BatchSplit(pages.lengths, pages.lengths, meta_indices(2), decodes, virtual, begin)
             pages = replace(pages, parts=parts)
         tokens = meta_indices(workload.tokens)
         sequences = len(workload.new)
@@ -130,7 +130,7 @@ class MetaModel:
             kind = "pages" if choice.library else "tiles"
             if size is None:
                 sequences = _decodes(workload)
-            elif size.fresh:
+            elif size.pure_prefill:
                 kind = "fresh"
         config = self.config
         return Attends(
@@ -138,10 +138,10 @@ class MetaModel:
         )
 
     def step(self, workload: Workload) -> StepNodes:
-        """A step that samples a row of each sequence: with filters if one rank recorded it, else without, as most are.
+        """A step that samples a row of each sequence: with filters if one rank captured it, else without, as most are.
 
-        Its nodes cost what its own tokens do, and run the kernels of the size to which a recorded step is padded. Of a
-        step whose tokens ranks divide, they are those of the first rank's share, and its padding. How long a recorded
+        Its nodes cost what its own tokens do, and run the kernels of the size to which a captured step is padded. Of a
+        step whose tokens ranks divide, they are those of the first rank's share, and its padding. How long a captured
         step takes follows from the size to which it is padded (`StepNodes.timed`).
         """
         choice, program = self.choose(workload), self.program
@@ -195,19 +195,19 @@ class MetaModel:
         return 1 if self.limits is None else CUDA_BLOCK
 
     def called(self, workload: Workload) -> tuple[fx.GraphModule, Any]:
-        """The graph that computes the logits of such a step, and what it is called with, padded if it is recorded."""
+        """The graph that computes the logits of such a step, and what it is called with, padded if it is captured."""
         choice = self.choose(workload)
         size = choice.size
         filled = (workload, len(workload.new)) if size is None else (_padded(workload, size), size.draws)
         return choice.variant.graph, self._arguments(*filled, choice)[1]
 
-    def captured(self, workload: Workload) -> list[NodeCost]:
+    def traced(self, workload: Workload) -> list[NodeCost]:
         """What the nodes of the model cost in that step before any pass, those of the head of a row a sequence."""
         with torch.device("meta"):
             model = build(self.config).to(self.dtype)
         hidden = torch.empty(len(workload.new), self.config.hidden_size, dtype=self.dtype, device="meta")
         batch = self._batch(workload, self.choose(workload)._replace(size=None, library=False))
-        return [*node_costs(capture(model), batch, workload), *node_costs(capture_head(model), hidden, workload)]
+        return [*node_costs(trace(model), batch, workload), *node_costs(trace_head(model), hidden, workload)]
 
     def _share(self, draws: int, choice: StepChoice) -> StepNodes:
         """A rank's share of a step that samples so many rows."""
@@ -231,8 +231,8 @@ class MetaModel:
         return StepNodes(name, read, ran, drawn, size is not None, [node for part in padded for node in part])
 
     def _rows(self, choice: StepChoice) -> Rows:
-        is_fresh = choice.size is not None and choice.size.fresh
-        return (fresh_rows_of if is_fresh else gathered_rows_of)(self.config.num_heads, self.sizes.pool)
+        is_fresh = choice.size is not None and choice.size.pure_prefill
+        return (pure_prefill_rows_of if is_fresh else gathered_rows_of)(self.config.num_heads, self.sizes.pool)
 
     def _arguments(self, workload: Workload, draws: int, choice: StepChoice) -> tuple[Any, ...]:
         """What the graphs of a step are called with: inputs; logits, of so many rows; draw."""
@@ -245,9 +245,9 @@ class MetaModel:
         floats = rows.new_empty(rows.shape, dtype=torch.float32)
         sampled = DrawInputs(floats, rows.new_empty(rows.shape, dtype=torch.int64), rows, rows, floats, floats)
         logits = torch.empty(draws, self.config.vocab_size, dtype=self.dtype, device="meta")
-        inputs: StepInputs | DivisionInputs = tables
+        inputs: StepInputs | QueryChunkInputs = tables
         if choice.library:
-            inputs = DivisionInputs(tables, meta_indices(2), self._rows(choice))
+            inputs = QueryChunkInputs(tables, meta_indices(2), self._rows(choice))
         return inputs, (batch, *(rows for _ in choice.variant.inputs)), DrawStep(logits, sampled, rows, rows)
 
     @cached_property
@@ -279,7 +279,7 @@ def _decodes(workload: Workload) -> int:
 
 
 def _padded(workload: Workload, size: BufferShape) -> Workload:
-    """A step with the padding of its recorded size, as the engine gives it to sequences of length 0."""
+    """A step with the padding of its captured size, as the engine gives it to sequences of length 0."""
     spare, tokens = size.sequences - len(workload.new), size.tokens - workload.tokens
     more = (1,) * spare if size.tokens == size.sequences else (tokens, *(0,) * (spare - 1))
     return Workload(workload.new + more, workload.total + more)

@@ -14,18 +14,18 @@ from torch import fx, nn
 
 from strata.cache.tables import BufferShape
 from strata.engine.engine_config import EngineConfig, EngineSizes
-from strata.engine.program.inputs import DividedInputsOfStep, DrawOfStep, InputsOfStep
+from strata.engine.program.inputs import ChunkedInputsOfStep, DrawOfStep, InputsOfStep
 from strata.engine.program.shape import StepShape
 from strata.engine.program.sizes import StepSizes, has_few_long_prompts
 from strata.engine.program.source import StepSource, Target
 from strata.engine.program.variants import StepVariant, variants_of
-from strata.engine.ranks.token_division import TokenDivision
-from strata.engine.ranks.vocabulary_part import VocabularyPart
-from strata.graph.capture import capture
+from strata.engine.ranks.prefill_context_parallel import TokenSharding
+from strata.engine.ranks.vocabulary_shard import VocabularyShard
 from strata.graph.compile import compiled
 from strata.graph.fold import Folded
+from strata.graph.trace import trace
 from strata.kernels import tuned
-from strata.kernels.attention.virtual_sequences import keys_in_blocks
+from strata.kernels.attention.query_chunks import keys_in_blocks
 
 
 class StepChoice(NamedTuple):
@@ -49,8 +49,8 @@ class StepProgram:
     variants: in the order in which they are asked. hidden: Batch to hidden [tokens, hidden]; head: hidden to logits
     [rows, vocabulary or part], None of a stage before the last, whose graphs give hidden states instead. whole_prompts:
     as `hidden`, for prompts that stand whole in a batch without pages.
-    recorded_inputs, mixed_inputs, prompt_inputs: StepInputs to tokens and block tables: of replayed steps; of others in
-    which ids are missing that only the device knows; and in which none are. divided_inputs: DivisionInputs to tokens,
+    captured_inputs, mixed_inputs, prompt_inputs: StepInputs to tokens and block tables: of replayed steps; of others in
+    which ids are missing that only the device knows; and in which none are. chunked_inputs: QueryChunkInputs to tokens,
     block tables and the prompts' division, of steps in which cuDNN attends for them.
     draw, draw_filtered: DrawStep to ids [rows] int32, which are also written where later steps read them.
     part: the ids of which the logits are, where ranks divide the vocabulary. traced: how many nodes of each operation
@@ -63,17 +63,17 @@ class StepProgram:
     hidden: fx.GraphModule
     head: fx.GraphModule | None
     whole_prompts: fx.GraphModule
-    recorded_inputs: fx.GraphModule
+    captured_inputs: fx.GraphModule
     mixed_inputs: fx.GraphModule
     prompt_inputs: fx.GraphModule
-    divided_inputs: fx.GraphModule
+    chunked_inputs: fx.GraphModule
     draw: fx.GraphModule
     draw_filtered: fx.GraphModule
-    part: VocabularyPart | None
+    part: VocabularyShard | None
     traced: Mapping[str, int]
     table: tuned.Table
     sizes: StepSizes
-    division: TokenDivision | None = None
+    division: TokenSharding | None = None
     sends_by_copies: bool = False
     folded: tuple[Folded, ...] = ()
     _replayed: dict[BufferShape, StepVariant] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -94,16 +94,16 @@ class StepProgram:
             hidden=hidden,
             head=None if source.head is None else bound(source.head),
             whole_prompts=source.hidden(source.undivided) if divides_keys else hidden,
-            recorded_inputs=bound(capture(InputsOfStep(recorded=not divides_keys, missing=True))),
-            mixed_inputs=bound(capture(InputsOfStep(recorded=False, missing=True))),
-            prompt_inputs=bound(capture(InputsOfStep(recorded=False, missing=False))),
-            divided_inputs=bound(capture(DividedInputsOfStep())),
-            draw=bound(capture(DrawOfStep(part, filtered=False))),
-            draw_filtered=bound(capture(DrawOfStep(part, filtered=True))),
+            captured_inputs=bound(trace(InputsOfStep(captured=not divides_keys, missing=True))),
+            mixed_inputs=bound(trace(InputsOfStep(captured=False, missing=True))),
+            prompt_inputs=bound(trace(InputsOfStep(captured=False, missing=False))),
+            chunked_inputs=bound(trace(ChunkedInputsOfStep())),
+            draw=bound(trace(DrawOfStep(part, filtered=False))),
+            draw_filtered=bound(trace(DrawOfStep(part, filtered=True))),
             part=part,
             traced=source.operations,
             table=target.table,
-            sizes=StepSizes() if sizes is None else sizes.recorded,
+            sizes=StepSizes() if sizes is None else sizes.captured,
             sends_by_copies=target.copies is not None,
             folded=source.folded,
         )
@@ -140,9 +140,9 @@ class StepProgram:
         """What makes the inputs of a step. missing: some of its ids only the device knows."""
         size = choice.size
         if choice.library:
-            return self.divided_inputs
+            return self.chunked_inputs
         if size is not None:
-            return self.recorded_inputs
+            return self.captured_inputs
         return self.mixed_inputs if missing else self.prompt_inputs
 
     def variant(self, name: str) -> StepVariant | None:
@@ -178,7 +178,7 @@ class StepProgram:
             return None
         share = division.share(step)
         size = None if share is None or shape.tagged else self.sizes.holding_share(share)
-        if share is None or not division.pays(step, share, recorded=size is not None):
+        if share is None or not division.pays(step, share, captured=size is not None):
             return None
         shape = shape._replace(share=share)
         variant = next(one for one in self.variants if one.when(shape))

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from strata.cache.tables import BufferShape
 from strata.engine.plan import PlanArrays, StepPlan
-from strata.engine.ranks.token_division import RankStep
-from strata.kernels.attention.virtual_sequences import fresh_rows, keys_in_blocks
+from strata.engine.ranks.prefill_context_parallel import RankStep
+from strata.kernels.attention.query_chunks import keys_in_blocks, pure_prefill_rows
 
 
 class StepShape(NamedTuple):
@@ -18,7 +18,7 @@ class StepShape(NamedTuple):
     sequences from the first on that has more than one token. decodes: every sequence has one token and is sampled.
     scored: log-probabilities of some prompt's tokens are asked for. tagged: some sequence brings tags along, of which
     its batch has the rows, so that it replays no CUDA graph. fresh: rows that it needs if all its sequences
-    begin in it, see `fresh_rows`; None: some do not. behind: the most tokens that a prompt has from before it.
+    begin in it, see `pure_prefill_rows`; None: some do not. behind: the most tokens that a prompt has from before it.
     prompt_keys: that its prompts see, each in whole blocks.
     step: chunk for chunk, of this rank; None: of any step that `size` holds. size: the captured one that it replays;
     None: it is launched. share: what this rank runs of it where ranks divide its tokens.
@@ -40,7 +40,7 @@ class StepShape(NamedTuple):
 
     @staticmethod
     def of(step: PlanArrays, *, scored: bool = False, tagged: bool = False) -> StepShape:
-        fresh = None if step.starts.any() else fresh_rows(step.counts.tolist())
+        fresh = None if step.starts.any() else pure_prefill_rows(step.counts.tolist())
         size = step.tokens, len(step.counts), len(step.drawn), step.prompts
         keys = keys_in_blocks(step.prompt_ends)
         return StepShape(*size, step.are_decodes, scored, fresh, step.behind, keys, step, tagged=tagged)
@@ -53,7 +53,7 @@ class StepShape(NamedTuple):
         decodes = all(one.are_decodes for one in arrays)
         fresh = None
         if not decodes and not any(one.starts.any() for one in arrays):
-            fresh = max(fresh_rows(one.counts.tolist()) for one in arrays if len(one.counts))
+            fresh = max(pure_prefill_rows(one.counts.tolist()) for one in arrays if len(one.counts))
         return StepShape(
             tokens=max(plan.tokens for plan in plans),
             sequences=max(len(plan.chunks) for plan in plans),

@@ -7,15 +7,15 @@ from itertools import chain
 
 from strata.cache.tables import BufferShape
 from strata.engine.program.shape import StepShape
-from strata.engine.ranks.token_division import RankStep, TokenDivision, rows_of
-from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, MAX_TOKENS
+from strata.engine.ranks.prefill_context_parallel import RankStep, TokenSharding, rows_of
+from strata.kernels.attention.query_chunks import MAX_PROMPTS, MAX_TOKENS
 
-# Launched kernel by kernel, steps with prompts keep the host busy for 15 to 43 ms. Without cuDNN they are recorded as
+# Launched kernel by kernel, steps with prompts keep the host busy for 15 to 43 ms. Without cuDNN they are captured as
 # long as their products are shorter, 10 ms on a Hopper, and up to so many tokens for any model. Past that launches hide
 # behind the device's work.
 _RECORDED_FLOPS = 7e12
 _ALWAYS_RECORDED = 2048
-# Numbers of sequences that recordings of such steps hold: splits of decode attention and sampled rows follow them.
+# Numbers of sequences that CUDA graphs of such steps hold: splits of decode attention and sampled rows follow them.
 _MIXED_SEQUENCES = (16, 64, 256, 1024)
 # Steps with more tokens have time for programs without work: none of those is for few sequences, and of still more
 # tokens only two numbers of sequences are told apart.
@@ -25,19 +25,19 @@ LIBRARY_TOKENS = 448
 # Behind so many keys shorter steps are padded to that: the kernel over pages has few programs then, each of which reads
 # all keys. 256 tokens of 8B behind 16,000 are predicted to take 29 ms with it; padded they take 20.
 LIBRARY_KEYS = 6144
-# And from so many on a step's own keys, which nothing has to gather, save enough for recordings of their own.
+# And from so many on a step's own keys, which nothing has to gather, save enough for CUDA graphs of their own.
 _FRESH_TOKENS = 2048
 # Where it does, sizes for any number of prompts, which are short then: each is at most a half more than the one before.
 _MANY_PROMPTS_TOKENS = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
-def recorded_sizes(
+def captured_sizes(
     max_sequences: int,
     max_tokens: int,
     parameters: int,
     library: bool,
     fresh: bool = False,
-    division: TokenDivision | None = None,
+    division: TokenSharding | None = None,
     exchanged: int | None = None,
 ) -> list[BufferShape]:
     """All sizes of steps of a model that get a CUDA graph. library: cuDNN can attend for prompts in them, to gathered
@@ -49,19 +49,19 @@ def recorded_sizes(
     mixed = mixed_buckets(most, min(max_tokens, max_mixed_tokens(parameters, library or fresh)), library, fresh)
     if fresh and not library:
         largest = max_mixed_tokens(parameters, library)
-        mixed = [size for size in mixed if size.fresh or size.tokens <= largest]
+        mixed = [size for size in mixed if size.pure_prefill or size.tokens <= largest]
     if exchanged is not None:
         largest = max(exchanged - 1, max_mixed_tokens(parameters, library=False))
         mixed = [size for size in mixed if size.tokens <= largest]
     divided = []
     if division is not None:
         rows = min(rows_of(-(-max_tokens // division.ranks)), max_mixed_tokens(parameters, library))
-        divided = divided_buckets(most, rows, division, library)
+        divided = sharded_buckets(most, rows, division, library)
     return [*decode, *mixed, *divided]
 
 
 def max_mixed_tokens(parameters: int, library: bool) -> int:
-    """Tokens of the largest steps with prompts that are recorded of a model with so many weights."""
+    """Tokens of the largest steps with prompts that are captured of a model with so many weights."""
     return max(MAX_TOKENS if library else _ALWAYS_RECORDED, int(_RECORDED_FLOPS / (2 * parameters)) // 512 * 512)
 
 
@@ -76,7 +76,7 @@ def mixed_buckets(max_sequences: int, max_tokens: int, library: bool, fresh: boo
     a half where cuDNN can attend but there are too many prompts for it, and the largest step has a size of its own.
 
     One sequence more than a step may have, so that padding tokens always find one to belong to. fresh: see
-    `recorded_sizes`; of such sizes a step that fits none runs another, so there are few.
+    `captured_sizes`; of such sizes a step that fits none runs another, so there are few.
     """
     tokens, largest = _mixed_rows(max_tokens)
     sizes = []
@@ -85,7 +85,7 @@ def mixed_buckets(max_sequences: int, max_tokens: int, library: bool, fresh: boo
         fitting = [count for count in _mixed_sequences(max_sequences) if count + 1 < size]
         if fresh and size >= _FRESH_TOKENS:
             count = min(max_sequences, MAX_PROMPTS)
-            sizes.append(BufferShape(size, count + 1, count, count, fresh=True))
+            sizes.append(BufferShape(size, count + 1, count, count, pure_prefill=True))
         for count in _told_apart(size, fitting):
             sizes.append(BufferShape(size, count + 1, count, min(count, MAX_PROMPTS) if divided else None))
         if divided and fitting[-1] > MAX_PROMPTS and (size in _MANY_PROMPTS_TOKENS or size == largest):
@@ -93,14 +93,14 @@ def mixed_buckets(max_sequences: int, max_tokens: int, library: bool, fresh: boo
     return sizes
 
 
-def divided_buckets(max_sequences: int, max_rows: int, division: TokenDivision, library: bool) -> list[BufferShape]:
+def sharded_buckets(max_sequences: int, max_rows: int, division: TokenSharding, library: bool) -> list[BufferShape]:
     """Sizes of a rank's share of steps whose tokens ranks divide, ascending: as close to each other as those of whole
     steps with as many tokens.
 
     A share may have two pieces of each prompt that is cut, and its draws are those of the whole step.
     """
     tokens, largest = _mixed_rows(max_rows)
-    shortest = rows_of(-(-division.least // division.ranks))
+    shortest = rows_of(-(-division.min_tokens // division.ranks))
     sizes = []
     for size in (size for size in tokens if size >= shortest):
         fitting = [count for count in _mixed_sequences(max_sequences) if count + 1 < size]
@@ -147,14 +147,14 @@ class StepSizes:
         self.prompt_keys = prompt_keys
         ascending = sorted(sizes, key=_order)
         self.decodes = tuple(size for size in ascending if size.tokens == size.sequences)
-        self.divided = tuple(size for size in ascending if size.ranks > 1)
+        self.sharded = tuple(size for size in ascending if size.ranks > 1)
         self.mixed = tuple(size for size in ascending if size.ranks == 1 and size.tokens != size.sequences)
 
     def __len__(self) -> int:
-        return len(self.decodes) + len(self.mixed) + len(self.divided)
+        return len(self.decodes) + len(self.mixed) + len(self.sharded)
 
     def __iter__(self) -> Iterator[BufferShape]:
-        return chain(self.decodes, self.mixed, self.divided)
+        return chain(self.decodes, self.mixed, self.sharded)
 
     def holding(self, shape: StepShape) -> BufferShape | None:
         """The smallest that holds a step, None if none does, as of prompts that are scored."""
@@ -164,9 +164,9 @@ class StepSizes:
 
     def holding_share(self, share: RankStep) -> BufferShape | None:
         """The smallest that holds the largest share of a step that ranks divide, one for all ranks."""
-        tokens, sequences, draws, prompts, keys = share.room
+        tokens, sequences, draws, prompts, keys = share.max_sizes
         return smallest_mixed(
-            self.divided, StepShape(tokens, sequences, draws, prompts, prompt_keys=keys), self.prompt_keys
+            self.sharded, StepShape(tokens, sequences, draws, prompts, prompt_keys=keys), self.prompt_keys
         )
 
     def would_hold(self, shape: StepShape) -> bool:
@@ -180,14 +180,14 @@ class StepSizes:
         return tuple(sorted({size.tokens for size in self.mixed}))
 
     @property
-    def divided_tokens(self) -> tuple[int, ...]:
+    def sharded_tokens(self) -> tuple[int, ...]:
         """The same of steps that ranks divide, of all ranks together."""
-        return tuple(sorted({size.tokens * size.ranks for size in self.divided}))
+        return tuple(sorted({size.tokens * size.ranks for size in self.sharded}))
 
     @property
     def padded_tokens(self) -> tuple[int, ...]:
         """`mixed_tokens`, and from the shortest on that ranks divide, `divided_tokens`."""
-        divided = self.divided_tokens
+        divided = self.sharded_tokens
         return (*(tokens for tokens in self.mixed_tokens if not divided or tokens < divided[0]), *divided)
 
     @property
@@ -197,7 +197,7 @@ class StepSizes:
 
 
 def _order(size: BufferShape) -> tuple[int, int, bool, bool]:
-    return size.tokens, size.sequences, size.prompts is None, not size.fresh
+    return size.tokens, size.sequences, size.prompts is None, not size.pure_prefill
 
 
 def smallest_mixed(sizes: Iterable[BufferShape], shape: StepShape, prompt_keys: int = 0) -> BufferShape | None:
@@ -210,9 +210,10 @@ def smallest_mixed(sizes: Iterable[BufferShape], shape: StepShape, prompt_keys: 
         and size.sequences > shape.sequences
         and size.draws >= shape.draws
         and (
-            size.prompts is None or (size.prompts >= shape.prompts and (size.fresh or shape.prompt_keys <= prompt_keys))
+            size.prompts is None
+            or (size.prompts >= shape.prompts and (size.pure_prefill or shape.prompt_keys <= prompt_keys))
         )
-        and (not size.fresh or (shape.fresh is not None and size.tokens >= shape.fresh))
+        and (not size.pure_prefill or (shape.fresh is not None and size.tokens >= shape.fresh))
     )
     first = next(fitting, None)
     if first is None or first.tokens >= LIBRARY_TOKENS or shape.behind < LIBRARY_KEYS:

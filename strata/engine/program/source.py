@@ -14,10 +14,9 @@ from torch import Tensor, fx, nn
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along
 from strata.engine.engine_config import EngineConfig
-from strata.engine.ranks.token_division import CONTEXT_AXIS
-from strata.engine.ranks.vocabulary_part import VocabularyPart
+from strata.engine.ranks.prefill_context_parallel import CONTEXT_AXIS
+from strata.engine.ranks.vocabulary_shard import VocabularyShard
 from strata.graph.bind import NO_AXES, bind
-from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose, copied
 from strata.graph.fold import Folded, fold
 from strata.graph.fuse import fuse, fuse_gated_products
@@ -27,13 +26,14 @@ from strata.graph.merge import merge
 from strata.graph.mixtures import count_experts, leave_out_padding
 from strata.graph.passes import passes_of
 from strata.graph.quantize import quantize
-from strata.graph.ranks.divide_keys import KeyDivision, divide_keys
 from strata.graph.ranks.fuse_messages import fuse_messages
 from strata.graph.ranks.hierarchical_sums import ACROSS_AXIS, INSIDE_AXIS, hierarchical_sums
 from strata.graph.ranks.shard import shard as shard_graph
+from strata.graph.ranks.shard_keys import KeySharding, shard_keys
 from strata.graph.ranks.slice_products import slice_products
-from strata.graph.ranks.stages import capture_stage, exchange, take_rows
+from strata.graph.ranks.stages import exchange, take_rows, trace_stage
 from strata.graph.sparsify_attention import select_pages, sparsify_attention
+from strata.graph.trace import trace, trace_head
 from strata.graph.walk import operation_counts
 from strata.hardware.figures import Device
 from strata.kernels import tuned
@@ -41,8 +41,8 @@ from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.page_choice import PageChoice
 from strata.kernels.choose import MEASURED, Thresholds, thresholds_of
 from strata.kernels.device_limits import DeviceLimits
-from strata.kernels.linear.packed.in_8_bits import multiplies_rounded
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.linear.quantized.in_8_bits import multiplies_quantized_rows
+from strata.kernels.quant.quantized import QuantizedWeight
 from strata.models.families import build
 from strata.parallel.serving_shard import KEYS_AXIS, PIPELINE_AXIS, TENSOR_AXIS, RankShard
 
@@ -79,7 +79,7 @@ class Target:
     shard: RankShard | None = None
     experts: MovingExperts | None = None
     context: Axis | Along | None = None
-    packed: Mapping[str, PackedWeight] = field(default_factory=dict)
+    packed: Mapping[str, QuantizedWeight] = field(default_factory=dict)
     sparse: BlockChoice | PageChoice | None = None
 
     @cached_property
@@ -104,7 +104,7 @@ class StepSource:
     body: fx.GraphModule
     head: fx.GraphModule | None
     undivided: fx.GraphModule
-    division: KeyDivision | None
+    division: KeySharding | None
     asked: EngineConfig
     target: Target
     passes: frozenset[str]
@@ -135,8 +135,8 @@ class StepSource:
         undivided, division = body, None
         if shard is not None and shard.kept.ranks > 1:
             value = 0 if shard.config.latent is None else shard.config.latent.value
-            division = KeyDivision(Along(KEYS_AXIS, shard.kept.ranks), shard.kept, dtype, value)
-            body = divide_keys(copied(undivided), division)
+            division = KeySharding(Along(KEYS_AXIS, shard.kept.ranks), shard.kept, dtype, value)
+            body = shard_keys(copied(undivided), division)
         return StepSource(body, head, undivided, division, asked, target, passes, dtype, operations, tuple(folded))
 
     @property
@@ -146,18 +146,18 @@ class StepSource:
         return self.target.kind == "cuda" and not self.asked.deterministic and self.asked.executor == "graph"
 
     @property
-    def vocabulary(self) -> VocabularyPart | None:
+    def vocabulary(self) -> VocabularyShard | None:
         """The ids of which the logits are, where ranks divide the vocabulary; None: of all."""
         shard = self.target.shard
-        return None if shard is None or shard.own_tokens or _has_all_columns(shard) else VocabularyPart.of(shard)
+        return None if shard is None or shard.attention_dp or _has_all_columns(shard) else VocabularyShard.of(shard)
 
     @cached_property
-    def _multiplies(self) -> Callable[[PackedWeight], bool] | None:
+    def _multiplies(self) -> Callable[[QuantizedWeight], bool] | None:
         """Whether a product reads rounded rows; None where none does."""
         limits = self.target.limits
         if limits is None or not self.by_rows or fuse_rounding.__name__ not in self.passes:
             return None
-        multiplies = partial(multiplies_rounded, dtype=self.dtype, limits=limits)
+        multiplies = partial(multiplies_quantized_rows, dtype=self.dtype, limits=limits)
         return multiplies if any(map(multiplies, self.target.packed.values())) else None
 
     @property
@@ -174,7 +174,7 @@ class StepSource:
         graph = copied(body) if self.head is None else compose(body, self.head)
         if choice is not None:
             sparsify_attention(graph, choice)
-        if target.shard is not None and target.shard.own_tokens:
+        if target.shard is not None and target.shard.attention_dp:
             leave_out_padding(graph, Along(TENSOR_AXIS, target.shard.size))
         if counted and target.experts is not None and target.experts.counts:
             count_experts(graph, target.experts.totals)
@@ -224,17 +224,17 @@ def _of_rank(
     if _has_all_columns(shard):
         return graph
     along, turns = Along(TENSOR_AXIS, shard.size), None if experts is None else experts.turns
-    shard_graph(graph, shard.placements, along, shard.index, shard.slots, turns, own_tokens=shard.own_tokens)
+    shard_graph(graph, shard.placements, along, shard.index, shard.slots, turns, attention_dp=shard.attention_dp)
     return slice_products(graph, shard.placements, shard.size) if deterministic else graph
 
 
 def _captured(model: nn.Module, shard: RankShard | None) -> tuple[fx.GraphModule, fx.GraphModule | None]:
     """A model and its head; of several stages what one of them has, with its messages."""
     if shard is None or shard.stages == 1:
-        return capture(model), capture_head(model)
+        return trace(model), trace_head(model)
     with torch.device("meta"):
         whole = build(shard.divided)
-    own, head = capture_stage(whole, *shard.layers, model)
+    own, head = trace_stage(whole, *shard.layers, model)
     dtype = next(model.parameters()).dtype
     return exchange(own, Along(PIPELINE_AXIS, shard.stages), shard.stage, shard.whole.hidden_size, dtype), head
 

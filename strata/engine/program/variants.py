@@ -17,19 +17,19 @@ from torch import fx
 from strata.comm.operations import Along
 from strata.engine.program.shape import StepShape
 from strata.engine.program.source import StepSource
-from strata.engine.ranks.token_division import CONTEXT_AXIS
+from strata.engine.ranks.prefill_context_parallel import CONTEXT_AXIS
 from strata.graph.compose import copied
 from strata.graph.fuse import fuse_decode_attention, fuse_gated_products
 from strata.graph.fuse_products import fuse_products
 from strata.graph.product_times import measured_seconds, products_of
-from strata.graph.ranks.divide_keys import gather_keys
-from strata.graph.ranks.divide_tokens import divide_tokens
 from strata.graph.ranks.exchange_rows import exchange_rows
-from strata.graph.ranks.fuse_messages import fuse_sent_products
+from strata.graph.ranks.fuse_messages import fuse_gemm_all_reduce
 from strata.graph.ranks.hierarchical_sums import ACROSS_AXIS
-from strata.graph.ranks.narrow_messages import narrow_messages
 from strata.graph.ranks.overlap import overlap
-from strata.graph.ranks.overlap_rule import overlapping_tokens, row_division
+from strata.graph.ranks.overlap_rule import overlapping_tokens, row_split
+from strata.graph.ranks.quantize_messages import quantize_messages
+from strata.graph.ranks.shard_keys import gather_keys
+from strata.graph.ranks.shard_tokens import shard_tokens
 from strata.graph.sparsify_attention import sparsify_attention
 from strata.kernels import tuned
 from strata.kernels.attention.sparse.block_choice import BlockChoice
@@ -74,7 +74,7 @@ def context_parallel(source: StepSource) -> Iterator[StepVariant]:
     context = source.target.context
     if context is not None and context.size > 1:
         # Nobody counts experts there: a rank has a share of the tokens, and the slots of all.
-        graph = divide_tokens(source.logits_of_rows(counted=False), Along(CONTEXT_AXIS, context.size))
+        graph = shard_tokens(source.logits_of_rows(counted=False), Along(CONTEXT_AXIS, context.size))
         graph = source.bound(source.with_messages(graph))
         yield StepVariant("divided", _is_divided, graph, ("rows", "chosen"))
 
@@ -91,7 +91,7 @@ def sparse(source: StepSource) -> Iterator[StepVariant]:
 
     def when(shape: StepShape) -> bool:
         step = shape.step
-        return step is not None and bool(((step.counts > 1) & (step.ends >= choice.least_keys)).any())
+        return step is not None and bool(((step.counts > 1) & (step.ends >= choice.min_keys)).any())
 
     graph = source.bound(source.with_messages(source.logits_of_rows(choice=choice)))
     hidden = source.hidden(sparsify_attention(copied(source.body), choice))
@@ -153,7 +153,7 @@ def decodes(source: StepSource) -> Iterator[StepVariant]:
     def whole() -> fx.GraphModule:
         return source.run(fuse_decode_attention, source.with_messages(source.logits()))
 
-    small = source.bound(source.run(fuse_sent_products, source.run(fuse_products, whole())))
+    small = source.bound(source.run(fuse_gemm_all_reduce, source.run(fuse_products, whole())))
     large = source.bound(source.with_rounding(whole()))
     table, rounds, known = source.target.table, source.rounds, source.target.thresholds
 
@@ -197,28 +197,28 @@ def exchanged(source: StepSource) -> Iterator[StepVariant]:
 def narrowed(source: StepSource) -> Iterator[StepVariant]:
     """In large steps, sums over ranks travel in 8 bits."""
     shard = source.target.shard
-    if not source.asked.narrow_messages or shard is None:
+    if not source.asked.quantized_messages or shard is None:
         return
     group = source.asked.all_reduce_group_size
     along = Along(TENSOR_AXIS, shard.size) if group == 1 else Along(ACROSS_AXIS, shard.size // group)
     graph = source.with_levels(source.of_rows(source.logits()))
-    narrow_messages(graph, along, shard.whole.hidden_size // group, source.dtype)
+    quantize_messages(graph, along, shard.whole.hidden_size // group, source.dtype)
     graph = source.with_rounding(graph)
     graph = source.bound(source.run(fuse_gated_products, graph) if source.by_rows else graph)
-    yield of_rows("narrow_logits", source.target.thresholds.quantized_message_tokens, graph)
+    yield of_rows("quantized_message_logits", source.target.thresholds.quantized_message_tokens, graph)
 
 
 def overlapped(source: StepSource) -> Iterator[StepVariant]:
     """In large steps, messages between ranks travel while products of the other half of the rows run."""
     shard, least, device = source.target.shard, source.asked.overlapped_from, source.target.copies
-    if shard is None or shard.own_tokens or source.asked.deterministic or least == 0:
+    if shard is None or shard.attention_dp or source.asked.deterministic or least == 0:
         return
     if least is None and device is None:
         return  # a start need not make the graph to find that no device sends by copy engines
     graph = source.logits_of_rows()
     least = overlapping_tokens(graph, device) if least is None else least
     if least is not None:
-        graph = source.bound(source.with_messages(overlap(graph, row_division(graph, device))))
+        graph = source.bound(source.with_messages(overlap(graph, row_split(graph, device))))
         yield of_rows("overlapped_logits", least, graph)
 
 
@@ -227,7 +227,7 @@ def quantized_rows(source: StepSource) -> Iterator[StepVariant]:
     if source.rounds:
         graph = source.with_rounding(source.with_messages(source.of_rows(source.logits())))
         graph = source.bound(source.run(fuse_gated_products, graph))
-        yield of_rows("rounded_logits", source.target.thresholds.quantized_rows + 1, graph)
+        yield of_rows("quantized_logits", source.target.thresholds.quantized_rows + 1, graph)
 
 
 def any_step(source: StepSource) -> Iterator[StepVariant]:

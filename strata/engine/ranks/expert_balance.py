@@ -60,7 +60,7 @@ class RankExperts:
         """Let the slots of a layer hold these experts, in steps launched from now on. All ranks call it."""
         module = self._modules[layer]
         move_experts([one.data for one in module.parameters()], self._slots[layer], placed, self.axis)
-        module.held = tuple(placed.reshape(self.axis.size, -1)[self.axis.index].tolist())
+        module.local = tuple(placed.reshape(self.axis.size, -1)[self.axis.index].tolist())
         held = self.tables.turns[layer]
         table = turns(placed, len(held))
         held.copy_(send(held.device, table=table.ravel())["table"].view(table.shape))

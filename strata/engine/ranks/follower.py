@@ -31,7 +31,7 @@ from strata.engine.faults import EngineFault, memory_explained
 from strata.engine.grammars.grammar import MasksUnderWay
 from strata.engine.lifeline import end_with_parent
 from strata.engine.ranks import messages, world
-from strata.engine.ranks.beats import Beats
+from strata.engine.ranks.heartbeat import Heartbeats
 from strata.engine.runner import Launched, Undrawn
 from strata.engine.startup.clock import StartupClock, collector_off
 from strata.engine.startup.executor import Executor, build_executor
@@ -62,7 +62,7 @@ class Leader:
         self._port = job.port
         self._channel = socket.socket(fileno=job.channel)
         self._frames = messages.Frames(self._channel)
-        self._beats = Beats(job.beats)
+        self._beats = Heartbeats(job.beats)
         os.close(job.beats)
         self._beats.keep_beating(self.index)
         self._encode = messages.encoder()
@@ -93,7 +93,7 @@ class Leader:
     def tell(self, message: messages.ToLeader) -> None:
         self._channel.sendall(messages.framed(self._encode(message)))
 
-    def least(self, value: int) -> int:
+    def min_over_ranks(self, value: int) -> int:
         """See `Rank`."""
         self.tell(messages.Value(value))
         agreed = self.next()
@@ -104,7 +104,7 @@ class Leader:
 
     def join(self, device: torch.device) -> dict[str, Axis]:
         """See `Rank`."""
-        self.least(0)
+        self.min_over_ranks(0)
         store = world.store_at(self._port, self.size)
         return world.join(store, self.index, self._asked, device)[1]
 
@@ -130,12 +130,12 @@ class _Steps:
 
     def do(self, message: messages.ToFollower) -> int | None:
         """Do it; the answer, if it asks for one."""
-        if isinstance(message, messages.Launch):
+        if isinstance(message, messages.LaunchStep):
             if not self._tells and len(self._under_way) > self._stages:  # a runner has buffers for one more
                 self._under_way.popleft()[1].wait()
             self._runner.learn(message.drawn)
             self._note(self._runner.launch(message.plan, message.room))
-        elif isinstance(message, messages.DrawStep):
+        elif isinstance(message, messages.DrawLaunched):
             if self._undrawn is not None:
                 masks = None if message.masks is None else _masks(message.masks)
                 self._note(self._runner.draw(replace(self._undrawn, complete=message.complete, masks=masks)))
@@ -167,7 +167,7 @@ class _Steps:
         write = None
         with suppress(ValueError):  # rank 0 says so
             write = self._executor.weights.prepared(message.name, tensor)
-        if self._leader.least(int(write is not None)):
+        if self._leader.min_over_ranks(int(write is not None)):
             assert write is not None
             write()
 

@@ -22,7 +22,7 @@ from strata.comm.mesh import Axis
 from strata.engine.engine_config import EngineConfig
 from strata.engine.faults import EngineFault
 from strata.engine.ranks import messages, world
-from strata.engine.ranks.beats import BEAT_SECONDS, Beats, shared_file
+from strata.engine.ranks.heartbeat import HEARTBEAT_SECONDS, Heartbeats, shared_file
 from strata.engine.ranks.messages import Answer, Vectors
 from strata.engine.startup.clock import Log
 from strata.files.child_modules import command_of, with_package
@@ -108,7 +108,7 @@ class Followers:
         self._known = threading.Event()  # that there is a fault, or that they have ended
         self._ending = self._joined = False
         self._descriptor = shared_file(self.size)
-        self._beats = Beats(self._descriptor)
+        self._beats = Heartbeats(self._descriptor)
         pairs = [socket.socketpair() for _ in range(1, self.size)]
         self._looked = now = time.monotonic()
         self._all = [
@@ -151,7 +151,7 @@ class Followers:
         until = time.monotonic() + STEP_SECONDS
         while time.monotonic() < until:
             self.check()
-            if (answer := self._all[rank - 1].answers.take(number, BEAT_SECONDS)) is not None:
+            if (answer := self._all[rank - 1].answers.take(number, HEARTBEAT_SECONDS)) is not None:
                 return answer
         raise EngineFault(f"rank 0 has waited for the end of a step for {STEP_SECONDS:g} s")
 
@@ -177,7 +177,7 @@ class Followers:
             self._end(f"rank 0 of {self.size} has failed: {type(error).__name__}: {str(error).strip()}")
         return self._broken()
 
-    def least(self, value: int) -> int:
+    def min_over_ranks(self, value: int) -> int:
         """See `Rank`."""
         agreed = min(value, *self._values())
         self.send(messages.Agree(agreed))
@@ -191,7 +191,7 @@ class Followers:
 
     def join(self, device: torch.device) -> dict[str, Axis]:
         """See `Rank`."""
-        self.least(0)  # so that nobody waits for one that is still loading, or has ended
+        self.min_over_ranks(0)  # so that nobody waits for one that is still loading, or has ended
         try:
             self._world, axes = world.join(self._store, 0, self._asked, device)
         except Exception as error:
@@ -226,7 +226,7 @@ class Followers:
         self._leave()
 
     def _broken(self) -> EngineFault:
-        """The fault. On a CPU another engine may be started from now on, whoever keeps this one; on CUDA recorded steps
+        """The fault. On a CPU another engine may be started from now on, whoever keeps this one; on CUDA captured steps
         hold the group."""
         self._known.wait(_END_SECONDS)
         if self._joined and self._world.device.type == "cpu":
@@ -247,7 +247,7 @@ class Followers:
         while True:
             self.check()
             with suppress(queue.Empty):
-                return one.values.get(timeout=BEAT_SECONDS)
+                return one.values.get(timeout=HEARTBEAT_SECONDS)
 
     def _watch(self) -> None:
         """Start them and watch them until all have ended."""
@@ -268,7 +268,7 @@ class Followers:
             for one in self._all:
                 selector.register(one.channel, selectors.EVENT_READ, (one, messages.Frames(one.channel)))
             while not all(one.gone for one in self._all):
-                for key, _ in selector.select(BEAT_SECONDS):
+                for key, _ in selector.select(HEARTBEAT_SECONDS):
                     one, frames = key.data
                     if not self._take(one, frames):
                         selector.unregister(one.channel)
@@ -334,7 +334,7 @@ class Followers:
     def _hanging(self) -> str | None:
         """Who has something to do and has not got on with it for too long, in words; None if nobody."""
         now, slow = time.monotonic(), []
-        stopped, self._looked = max(0.0, now - self._looked - 2 * BEAT_SECONDS), now
+        stopped, self._looked = max(0.0, now - self._looked - 2 * HEARTBEAT_SECONDS), now
         for one in self._all:
             # While this process was stopped (Ctrl-Z, a frozen container), they may have been, too.
             one.heard, one.moved = one.heard + stopped, one.moved + stopped

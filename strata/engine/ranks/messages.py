@@ -21,11 +21,11 @@ from torch import Tensor
 
 from strata.engine.plan import StepPlan
 from strata.engine.program.shape import StepShape
-from strata.engine.runner import PromptLogprobs
+from strata.engine.runner import ScoredPrompt
 from strata.engine.sampler import LogprobTensors
 
 
-class Launch(msgspec.Struct, tag=0, array_like=True, frozen=True):
+class LaunchStep(msgspec.Struct, tag=0, array_like=True, frozen=True):
     """Run a step. drawn: (slot, id) that have become known since the step before, of several stages. room: of the steps
     of all ranks, where the plan is of sequences that this one alone has."""
 
@@ -42,7 +42,7 @@ class MaskRows(msgspec.Struct, array_like=True, frozen=True):
     words: int
 
 
-class DrawStep(msgspec.Struct, tag=1, array_like=True, frozen=True):
+class DrawLaunched(msgspec.Struct, tag=1, array_like=True, frozen=True):
     """Draw the step that waits for its masks, if one does. complete: see `Undrawn`."""
 
     complete: tuple[bool, ...] = ()
@@ -95,7 +95,9 @@ class End(msgspec.Struct, tag=6, array_like=True, frozen=True):
     """End the process."""
 
 
-ToFollower = Launch | DrawStep | Settle | Pool | Agree | CompareIds | MoveExperts | WeightBytes | UpdateWeight | End
+ToFollower = (
+    LaunchStep | DrawLaunched | Settle | Pool | Agree | CompareIds | MoveExperts | WeightBytes | UpdateWeight | End
+)
 
 
 class Value(msgspec.Struct, tag=0, array_like=True, frozen=True):
@@ -119,7 +121,7 @@ class Drawn(msgspec.Struct, tag=2, array_like=True, frozen=True):
     number: int
     ids: tuple[int, ...]
     logprobs: LogprobTensors | None
-    prompt_logprobs: tuple[PromptLogprobs, ...]
+    prompt_logprobs: tuple[ScoredPrompt, ...]
 
 
 class Vectors(msgspec.Struct, tag=3, array_like=True, frozen=True):

@@ -24,7 +24,7 @@ class Rank(Protocol):
     @property
     def size(self) -> int: ...
 
-    def least(self, value: int) -> int:
+    def min_over_ranks(self, value: int) -> int:
         """The least that any rank tells; all call this in one order, and none goes on before all have. Raises
         EngineFault if one has ended."""
 
@@ -37,7 +37,7 @@ class OneRank:
 
     index, size = 0, 1
 
-    def least(self, value: int) -> int:
+    def min_over_ranks(self, value: int) -> int:
         return value
 
     def join(self, device: torch.device) -> dict[str, Axis]:
@@ -57,7 +57,7 @@ def share_of(asked: EngineConfig, config: ModelConfig, index: int) -> RankShard:
         place[TENSOR_AXIS],
         expert_parallel=by_experts,
         redundant=redundant,
-        own_tokens=asked.enable_dp_attention,
+        attention_dp=asked.enable_dp_attention,
         stages=asked.pipeline_parallel_size,
         stage=place[PIPELINE_AXIS],
         key_ranks=asked.decode_context_parallel_size,

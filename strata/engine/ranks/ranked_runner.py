@@ -22,7 +22,7 @@ from strata.engine.plan import StepPlan
 from strata.engine.ranks import messages
 from strata.engine.ranks.expert_balance import ExpertBalance, RankExperts
 from strata.engine.ranks.followers import STEP_SECONDS, Followers
-from strata.engine.runner import Launched, PromptLogprobs, Runner, Undrawn
+from strata.engine.runner import Launched, ScoredPrompt, Runner, Undrawn
 from strata.engine.sampler import LogprobTensors
 
 # How long rank 0 sleeps between two looks at its device, in seconds: a rank that ends meanwhile leaves it waiting for
@@ -66,7 +66,7 @@ class ReturnedStep:
         return None if self._told is None else self._told.logprobs
 
     @property
-    def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
+    def prompt_logprobs(self) -> tuple[ScoredPrompt, ...]:
         return () if self._told is None else self._told.prompt_logprobs
 
     def wait(self) -> list[int]:
@@ -94,7 +94,7 @@ class ReturnedVectors(Pooled):
 
 
 class RankedRunner:
-    """The runner of rank 0 and, by `followers`, those of the others; see the protocol `Runner` of the loop.
+    """The runner of rank 0 and, by `followers`, those of the others; see the protocol `StepRunner` of the loop.
 
     Ctrl-C comes after a call, not in it: half of one would leave the ranks in different steps. What fails in one on
     rank 0 ends the others, and raises EngineFault from then on.
@@ -120,7 +120,7 @@ class RankedRunner:
         with together(self._followers):
             self._move_experts()
             drawn, self._drawn = tuple(self._drawn), []
-            number = self._followers.send(messages.Launch(plan, drawn))
+            number = self._followers.send(messages.LaunchStep(plan, drawn))
             if drawn:
                 self._runner.learn(drawn)
             step = self._runner.launch(plan)
@@ -131,7 +131,7 @@ class RankedRunner:
 
     def draw(self, step: Undrawn) -> LaunchedStep:
         with together(self._followers):
-            number = self._followers.send(messages.DrawStep(step.complete, mask_rows(step.masks)))
+            number = self._followers.send(messages.DrawLaunched(step.complete, mask_rows(step.masks)))
             return self._under_way(self._runner.draw(step), number)
 
     def settle(self) -> None:
@@ -163,7 +163,7 @@ class RankedRunner:
                 self._followers.send(messages.WeightBytes(values[start : start + _TENSOR_BYTES].tobytes()))
             dtype = str(tensor.dtype).removeprefix("torch.")
             self._followers.send(messages.UpdateWeight(name, dtype, tuple(tensor.shape)))
-            agreed = self._followers.least(1)
+            agreed = self._followers.min_over_ranks(1)
             if agreed:
                 write()
         if not agreed:
@@ -203,8 +203,8 @@ class RankedPooler:
     def check(self, prompt: Sequence[int]) -> None:
         self._pooler.check(prompt)
 
-    def fitting(self, requests: Iterable[PoolRequest], most_tokens: float = float("inf")) -> int:
-        return self._pooler.fitting(requests, most_tokens)
+    def fitting(self, requests: Iterable[PoolRequest], token_limit: float = float("inf")) -> int:
+        return self._pooler.fitting(requests, token_limit)
 
     def launch(self, requests: Sequence[PoolRequest]) -> Pooled:
         with together(self._followers):

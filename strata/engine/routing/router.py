@@ -38,15 +38,15 @@ def prefix_keys(prompt: Sequence[int], salt: str = "") -> list[bytes]:
     return keys
 
 
-class HeldPrefixes:
+class CachedPrefixes:
     """An approximation from what was routed alone: at most as many blocks as the replica has room for, of which those
     not asked for longest are forgotten first, the end of a prompt before its beginning.
 
     The engine evicts in the same order, but its pages hold what was generated too; so it may hold less than this says.
     """
 
-    def __init__(self, most_blocks: int) -> None:
-        self._most = most_blocks
+    def __init__(self, max_blocks: int) -> None:
+        self._most = max_blocks
         self._keys: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class HeldPrefixes:
 # token that is decoded in a batch takes about as long as one of a prompt, or less.
 SAMPLE_TOKENS = 256
 # A request that was under way in so many replicas that were lost may be why; no further one is risked.
-MOST_REPLICAS = 2
+MAX_REPLICAS = 2
 # Stands for the load of a replica that takes no requests.
 _TAKES_NONE = np.iinfo(np.int64).max
 
@@ -82,7 +82,7 @@ class NoReplica(RuntimeError):
     """No replica takes the request; the message says why, in one line."""
 
 
-class Standing(Enum):
+class ReplicaState(Enum):
     """serving: takes requests. draining: finishes those it has and takes no others. lost: has none, and takes none."""
 
     SERVING = "serving"
@@ -111,8 +111,8 @@ class _Replica:
     """prompt_tokens, samples: of the routes that lead here, those begun without their prompts. reported: the load that
     the engine told of, and own_when_reported what the routes amounted to then."""
 
-    held: HeldPrefixes
-    standing: Standing = Standing.SERVING
+    held: CachedPrefixes
+    standing: ReplicaState = ReplicaState.SERVING
     routes: dict[Route, int] = field(default_factory=dict)  # each with its prompt tokens that are still to be computed
     prompt_tokens: int = 0
     samples: int = 0
@@ -153,7 +153,7 @@ class Router:
 
     def __init__(self, capacities: Iterable[int]) -> None:
         """capacities: for each replica, the tokens that its KV cache has room for."""
-        self._replicas = [_Replica(HeldPrefixes(capacity // BLOCK_TOKENS)) for capacity in capacities]
+        self._replicas = [_Replica(CachedPrefixes(capacity // BLOCK_TOKENS)) for capacity in capacities]
         # Beside what the replicas know, so that a choice among a thousand need not ask each: the loads of those that
         # serve, and by the first block of a prompt those that hold it.
         self._loads = np.zeros(len(self._replicas), np.int64)
@@ -164,7 +164,7 @@ class Router:
         """Replicas, in whatever standing."""
         return len(self._replicas)
 
-    def standing(self, replica: int) -> Standing:
+    def standing(self, replica: int) -> ReplicaState:
         return self._replicas[replica].standing
 
     def load(self, replica: int) -> int:
@@ -175,7 +175,7 @@ class Router:
         """Requests that this router has sent there and that have not ended."""
         return len(self._replicas[replica].routes)
 
-    def held_blocks(self, replica: int) -> int:
+    def cached_blocks(self, replica: int) -> int:
         """Blocks of BLOCK_TOKENS that the replica is thought to hold."""
         return len(self._replicas[replica].held)
 
@@ -192,8 +192,8 @@ class Router:
         self, route: Route, prompt: Sequence[int], salt: str = "", *, samples: int = 1, caches: bool = True
     ) -> Route:
         """Another replica for a request of which nothing was sent on when its replica was lost. Parameters as of
-        `route`. Raises NoReplica as well when the request has had MOST_REPLICAS."""
-        if route.attempt >= MOST_REPLICAS:
+        `route`. Raises NoReplica as well when the request has had MAX_REPLICAS."""
+        if route.attempt >= MAX_REPLICAS:
             raise NoReplica(f"{route.attempt} engines have ended while they had the request")
         return self._route(prompt, salt, samples, caches, attempt=route.attempt + 1)
 
@@ -223,8 +223,8 @@ class Router:
     def drain(self, replica: int) -> None:
         """The replica takes no new requests. No effect on one that is lost."""
         one = self._replicas[replica]
-        if one.standing is Standing.SERVING:
-            one.standing = Standing.DRAINING
+        if one.standing is ReplicaState.SERVING:
+            one.standing = ReplicaState.DRAINING
             self._note(replica)
 
     def lose(self, replica: int) -> list[Route]:
@@ -236,19 +236,19 @@ class Router:
         one.held.clear()
         self._holders = {key: holders for key, old in self._holders.items() if (holders := old - {replica})}
         one.reported = one.own_when_reported = 0
-        one.standing = Standing.LOST
+        one.standing = ReplicaState.LOST
         self._note(replica)
         return lost
 
     def recover(self, replica: int) -> None:
         """The replica serves again: after a drain with what it has, after a loss with a new engine that is empty."""
-        self._replicas[replica].standing = Standing.SERVING
+        self._replicas[replica].standing = ReplicaState.SERVING
         self._note(replica)
 
     def _note(self, replica: int) -> None:
         """The load or the standing of a replica has changed."""
         one = self._replicas[replica]
-        self._loads[replica] = one.load if one.standing is Standing.SERVING else _TAKES_NONE
+        self._loads[replica] = one.load if one.standing is ReplicaState.SERVING else _TAKES_NONE
 
     def _route(self, prompt: Sequence[int], salt: str, samples: int, caches: bool, attempt: int) -> Route:
         least = int(self._loads.min())
@@ -282,7 +282,7 @@ class Router:
         return route
 
     def _serves(self, replica: int) -> bool:
-        return self._replicas[replica].standing is Standing.SERVING
+        return self._replicas[replica].standing is ReplicaState.SERVING
 
     def _hold(self, replica: int, keys: Sequence[bytes]) -> None:
         """A replica is sent a prompt of these blocks."""

@@ -8,7 +8,7 @@ from itertools import chain
 
 from strata.cache.pages import SharedKeys
 from strata.engine.plan import Chunk, NewSequence, StepPlan, WindowEntries
-from strata.engine.scheduling.room import InLine, PromptRoom, StepTarget
+from strata.engine.scheduling.prompt_budget import InLine, PromptBudget, StepTarget
 
 
 @dataclass
@@ -21,7 +21,7 @@ class PlanBuilder:
 
     budget: int
     page_size: int
-    room: PromptRoom | None = None
+    prompt_budget: PromptBudget | None = None
     new: list[NewSequence] = field(default_factory=list)
     decodes: list[Chunk] = field(default_factory=list)
     others: list[Chunk] = field(default_factory=list)
@@ -37,24 +37,24 @@ class PlanBuilder:
         """Whether nothing runs so far."""
         return not (self.decodes or self.others)
 
-    def make_room(self, target: StepTarget, in_line: Iterable[InLine]) -> None:
-        """All decodes are planned, with drafts and without. in_line: see `PromptRoom`."""
+    def limit_prompts(self, target: StepTarget, in_line: Iterable[InLine]) -> None:
+        """All decodes are planned, with drafts and without. in_line: see `PromptBudget`."""
         if not self.runs_none:
             rows = len(self.decodes) + sum([chunk.count for chunk in self.others])
             keys = sum([chunk.start for chunk in chain(self.decodes, self.others)]) + rows
-            self.room = PromptRoom(target, rows, keys, in_line)
+            self.prompt_budget = PromptBudget(target, rows, keys, in_line)
 
     def chunk(self, start: int, wanted: int) -> int:
         """How many of the next `wanted` tokens of a prompt, behind the first `start`, the step has room for."""
-        if self.room is None:
+        if self.prompt_budget is None:
             return min(wanted, self.budget)
-        return self.room.chunk(start, wanted, self.budget, self.page_size)
+        return self.prompt_budget.chunk(start, wanted, self.budget, self.page_size)
 
     def take(self, start: int, count: int, wanted: int) -> None:
         """A prompt takes that much room, of what it wanted."""
         self.budget = self.budget - count if count == wanted else 0
-        if self.room is not None:
-            self.room.take(start, count)
+        if self.prompt_budget is not None:
+            self.prompt_budget.take(start, count)
 
     def plan(self, ended: list[int], shared: SharedKeys) -> StepPlan:
         chunks = (*self.decodes, *self.others)

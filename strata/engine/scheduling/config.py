@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from strata.engine.scheduling.room import StepTarget
+from strata.engine.scheduling.prompt_budget import StepTarget
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ under way computes, or that comes from elsewhere."""
 HOLDUPS: tuple[Holdup, ...] = get_args(Holdup)
 
 
-class Held(NamedTuple):
+class Waiting(NamedTuple):
     """holdup: of the first that waits, and so of all behind it; None if nobody does. preempted: sequences that wait
     since this step, because their pages were taken."""
 
@@ -53,7 +53,7 @@ class Held(NamedTuple):
     preempted: tuple[int, ...] = ()
 
 
-NOBODY = Held()
+NOBODY = Waiting()
 
 
 @dataclass

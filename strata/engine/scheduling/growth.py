@@ -16,8 +16,8 @@ from strata.engine.request import Sequence
 from strata.engine.scheduling.builder import PlanBuilder
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.prefixes import Prefixes
+from strata.engine.scheduling.prompt_budget import InLine
 from strata.engine.scheduling.queues import Queues
-from strata.engine.scheduling.room import InLine
 from strata.engine.scheduling.states import States
 
 
@@ -29,7 +29,7 @@ class Windows:
         self.groups = tuple(groups)
 
     @property
-    def room(self) -> tuple[int, ...]:
+    def free_pages(self) -> tuple[int, ...]:
         """Pages of each group that are free or that only the prefix tree keeps."""
         return tuple(group.books.free + group.books.idle for group in self.groups)
 
@@ -38,12 +38,12 @@ class Windows:
         many as it holds at once, must wait for others to end. reserved: pages that it has to leave to others."""
         return any(
             min(pages, group.wanted(found)) > room - reserved
-            for group, room in zip(self.groups, self.room, strict=True)
+            for group, room in zip(self.groups, self.free_pages, strict=True)
         )
 
-    def have_room(self, pages: int) -> bool:
+    def make_space(self, pages: int) -> bool:
         """Whether each group has so many free pages, if need be some that only the tree has kept."""
-        return all(group.make_room(pages) for group in self.groups)
+        return all(group.make_space(pages) for group in self.groups)
 
     def fitting(self, sequence: Sequence, start: int, count: int) -> int:
         """How many of the next `count` tokens there are pages for, behind `start`; what lies behind their windows is
@@ -131,7 +131,7 @@ class Admission:
         # A page is left for each running sequence: what is admitted must not be preempted at once.
         reserved += len(self._queues.running)
         room = self._pages.free + self._pages.idle - reserved
-        refusal = sequence, room, () if self._windows is None else self._windows.room
+        refusal = sequence, room, () if self._windows is None else self._windows.free_pages
         # An id that is under way (the sequence was preempted just now) is on the device in its former slot only.
         if sequence.pending or self._refusal == refusal:
             return None
@@ -233,7 +233,7 @@ class Growth:
         wanted = self.wanted(sequence, end)
         if not wanted:
             return True
-        windows = () if self._windows is None else self._windows.room
+        windows = () if self._windows is None else self._windows.free_pages
         return min((self._pages.free + self._pages.idle, *windows)) >= wanted + len(self._queues.running)
 
     def _ends_shared(self, sequence: Sequence) -> bool:
@@ -246,7 +246,7 @@ class Growth:
         lacking = pages - self._pages.free
         if lacking > 0 and self._prefixes.evict(lacking) < lacking:
             return False
-        return self._windows is None or self._windows.have_room(pages)
+        return self._windows is None or self._windows.make_space(pages)
 
     def fitting(self, sequence: Sequence, count: int, builder: PlanBuilder, prefilling: list[Sequence]) -> int:
         """How many of the next `count` tokens of a prompt its windows have pages for. If there are none and nothing

@@ -19,7 +19,7 @@ MARGIN, MARGIN_SHARE = 0.1e-3, 0.02
 
 
 @dataclass(frozen=True)
-class Reads:
+class StepReads:
     """Which work of a step follows from its lengths, not from its size. keys: tokens that its sequences read; pairs: of
     queries and keys of its prompts."""
 
@@ -27,13 +27,13 @@ class Reads:
     pairs: float
 
     @staticmethod
-    def of(plan: StepPlan) -> Reads:
+    def of(plan: StepPlan) -> StepReads:
         keys = sum([chunk.start for chunk in plan.chunks]) + plan.tokens
         if plan.tokens == len(plan.chunks):
-            return Reads(keys, 0.0)
-        return Reads(keys, sum([chunk.count * (chunk.start + chunk.count / 2) for chunk in plan.chunks]))
+            return StepReads(keys, 0.0)
+        return StepReads(keys, sum([chunk.count * (chunk.start + chunk.count / 2) for chunk in plan.chunks]))
 
-    def share_of(self, other: Reads) -> float:
+    def share_of(self, other: StepReads) -> float:
         """The least share of the time of a step that reads `other` in which one of the same size reads this: 1 if this
         is not less, since a time grows with what is read, by at most as much as that does."""
         keys = self.keys / other.keys if other.keys else 1.0
@@ -46,7 +46,7 @@ class _Step:
     """begin: on the device, as the host saw it; `is_exact` if it was with the end of the step before."""
 
     size: Hashable | None
-    reads: Reads
+    reads: StepReads
     begin: float
     is_exact: bool
 
@@ -55,7 +55,7 @@ class LateLaunch:
     """Learns how long steps and launches take, and says until when the next launch can wait.
 
     A step runs on the device while the host waits to launch the next one. It is expected to take at least as long as
-    the shortest of the last that had its size: only recorded steps have one. The host begins earlier by the time that
+    the shortest of the last that had its size: only captured steps have one. The host begins earlier by the time that
     it needed lately, the second longest of each kind of step, because an arrival may turn decodes into a step with
     prompts. A step that ends before the next is launched has been misjudged: what was known of its size is forgotten.
 
@@ -65,7 +65,7 @@ class LateLaunch:
 
     def __init__(self, clock: Callable[[], float], behind: float = 0.0) -> None:
         self._clock, self._behind = clock, behind
-        self._durations: dict[Hashable, deque[tuple[float, Reads]]] = {}
+        self._durations: dict[Hashable, deque[tuple[float, StepReads]]] = {}
         self._launches: dict[bool, deque[float]] = {}  # by whether a step has prompts
         self._running: _Step | None = None
         self._next: _Step | None = None
@@ -86,7 +86,7 @@ class LateLaunch:
         of no other step. began: when the host began to plan it. alone: no other is under way."""
         took = self._clock() - (min(self._due, began) if self._waited else began)
         self._launches.setdefault(plan.tokens > len(plan.chunks), deque(maxlen=KEPT)).append(took)
-        self._next = _Step(size, Reads.of(plan), began, is_exact=False)
+        self._next = _Step(size, StepReads.of(plan), began, is_exact=False)
         if alone:
             self._begin(self._next)
 
@@ -120,9 +120,11 @@ class LateLaunch:
             if before.is_exact:
                 known.append((ends[0] - before.begin, before.reads))
             first = max(1, len(ends) - KEPT)
-            known.extend((ends[at] - ends[at - 1], Reads(keys + at * more_keys, 0.0)) for at in range(first, len(ends)))
+            known.extend(
+                (ends[at] - ends[at - 1], StepReads(keys + at * more_keys, 0.0)) for at in range(first, len(ends))
+            )
         self._launches.setdefault(False, deque(maxlen=KEPT)).extend([took] * min(KEPT, len(ends)))
-        self._begin(_Step(before.size, Reads(keys + len(ends) * more_keys, 0.0), ends[-1], is_exact=True))
+        self._begin(_Step(before.size, StepReads(keys + len(ends) * more_keys, 0.0), ends[-1], is_exact=True))
 
     def forget_under_way(self) -> None:
         """Something else runs on the device, or nothing any more."""

@@ -37,7 +37,7 @@ class Queues:
         in_line = sum([len(sequence.tokens) for sequence in self.waiting])
         return in_line + sum([len(sequence.tokens) - sequence.computed for sequence in running])
 
-    def have_room(self, max_tokens: int) -> bool:
+    def has_space(self, max_tokens: int) -> bool:
         """Whether one more sequence would have a slot and tokens in the next step, which has so many at most."""
         if self.free_slots <= len(self.waiting):
             return False

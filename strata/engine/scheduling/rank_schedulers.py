@@ -13,7 +13,7 @@ from strata.cache.prefix import PrefixTree
 from strata.engine.plan import NOTHING, RankPlans, StepPlan, TransferEnd
 from strata.engine.request import Request, Sequence, Update
 from strata.engine.routing.router import Route, Router
-from strata.engine.scheduling.config import Held, SchedulerConfig, Statistics
+from strata.engine.scheduling.config import SchedulerConfig, Statistics, Waiting
 from strata.engine.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -95,10 +95,10 @@ class RankSchedulers:
     waiting_tokens = _of_parts("waiting_tokens", sum)
     has_work = _of_parts("has_work", any)
     needs_known_ids = _of_parts("needs_known_ids", any)
-    has_room = _of_parts("has_room", any)
+    has_space = _of_parts("has_space", any)
 
-    def take_held(self) -> tuple[Held, ...]:
-        return tuple(held for part in self._parts for held in part.take_held())
+    def take_waiting(self) -> tuple[Waiting, ...]:
+        return tuple(held for part in self._parts for held in part.take_waiting())
 
     def sequence(self, id: int) -> Sequence | None:
         return self._of(id).sequence(id)

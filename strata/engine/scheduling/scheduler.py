@@ -17,7 +17,7 @@ from strata.cache.window_pages import WindowPages
 from strata.engine.plan import REJECTED, Chunk, Draw, StepPlan, TransferEnd
 from strata.engine.request import NO_SLOT, Request, Sequence, Status, Update, new_sequence
 from strata.engine.scheduling.builder import PlanBuilder
-from strata.engine.scheduling.config import NOBODY, Held, Holdup, SchedulerConfig, Statistics
+from strata.engine.scheduling.config import NOBODY, Holdup, SchedulerConfig, Statistics, Waiting
 from strata.engine.scheduling.growth import Admission, DecodeRuns, Decodes, Growth, Windows
 from strata.engine.scheduling.prefixes import Prefixes
 from strata.engine.scheduling.queues import Queues, order
@@ -106,17 +106,17 @@ class Scheduler:
         return any(sequence.long_bad_words for sequence in self._queues.running)
 
     @property
-    def has_room(self) -> bool:
+    def has_space(self) -> bool:
         """Whether a request that came now could have tokens in the next step, behind those that are in line."""
-        return self._queues.have_room(self.config.max_tokens)
+        return self._queues.has_space(self.config.max_tokens)
 
-    def take_held(self) -> tuple[Held, ...]:
+    def take_waiting(self) -> tuple[Waiting, ...]:
         """Why those wait that the last plan left out, and who was preempted since this was asked before: also while
         nothing could run. Of each rank that has sequences of its own: here of one."""
         if self._holdup is None and not self._preempted:
             return (NOBODY,)
         preempted, self._preempted = tuple(self._preempted), []
-        return (Held(self._holdup, preempted),)
+        return (Waiting(self._holdup, preempted),)
 
     def sequence(self, id: int) -> Sequence | None:
         """An unfinished sequence; None once it has ended."""
@@ -156,7 +156,7 @@ class Scheduler:
         prefilling = self._decodes.plan(builder, self.config)
         may_admit = bool(self._queues.waiting) and self._queues.free_slots > 0
         if self.config.target is not None and (prefilling or may_admit):
-            builder.make_room(self.config.target, self._admission.in_line(prefilling, now))
+            builder.limit_prompts(self.config.target, self._admission.in_line(prefilling, now))
         for sequence in prefilling:
             self._admit_waiting(builder, before=sequence)
             if builder.budget:

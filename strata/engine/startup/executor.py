@@ -1,4 +1,4 @@
-"""What runs an engine's steps on a device: weights, graphs, KV pages, runner, recorded steps. Each rank has its own."""
+"""What runs an engine's steps on a device: weights, graphs, KV pages, runner, captured steps. Each rank has its own."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from strata.cache.pool import KVPool
 from strata.cache.state_pool import StatePool
 from strata.comm.mesh import Axis
 from strata.comm.peer_copies import with_peer_copies
+from strata.engine.captured_steps import CapturedSteps, gathered_rows_of, pure_prefill_rows_of
 from strata.engine.compatibility import check_gathered_heads
 from strata.engine.embeddings.pooling import Pooler, PromptPooler
 from strata.engine.engine_config import EngineConfig, EngineSizes, library_limit
@@ -25,21 +26,20 @@ from strata.engine.program.meta_model import MetaModel
 from strata.engine.program.program import StepProgram
 from strata.engine.program.source import Target
 from strata.engine.ranks.expert_balance import RankExperts
+from strata.engine.ranks.prefill_context_parallel import CONTEXT_AXIS
 from strata.engine.ranks.rank import Rank
-from strata.engine.ranks.token_division import CONTEXT_AXIS
-from strata.engine.recorded_steps import RecordedSteps, fresh_rows_of, gathered_rows_of
 from strata.engine.runner import Runner
 from strata.engine.startup.clock import Log, StartupClock
-from strata.engine.startup.memory import RankPlace, overlapped_bytes, rank_memory, rank_part
+from strata.engine.startup.memory import RankPlace, overlapped_bytes, rank_memory, rank_setup
 from strata.engine.startup.sequences import with_sequences
 from strata.engine.startup.sparse_attention import attention_choice
-from strata.engine.step_cost import token_division
+from strata.engine.step_cost import token_sharding
 from strata.graph.buffers import BufferPlan
 from strata.graph.ranks.overlap import SLOTS
 from strata.hardware.figures import Device
 from strata.hardware.specs import recognize
 from strata.kernels.attention.cudnn_prompts import PlanShape, plan_for
-from strata.kernels.attention.virtual_sequences import MAX_TOKENS
+from strata.kernels.attention.query_chunks import MAX_TOKENS
 from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
 from strata.models.config import ModelConfig
 from strata.models.layers import Attention
@@ -51,7 +51,7 @@ from strata.parallel.serving_shard import TENSOR_AXIS
 class Executor:
     """What runs plans, and what it was made of.
 
-    weights: those of `model`, which may change between steps. costed: its program on shapes, and its sizes. recorded:
+    weights: those of `model`, which may change between steps. costed: its program on shapes, and its sizes. captured:
     steps that replay CUDA graphs, and counts of those that do not; None if none is to. own_kernels: the device runs
     them. kernels_are_ready: all variants of them have been compiled. experts: of this rank, where those of a mixture
     may move between ranks.
@@ -61,7 +61,7 @@ class Executor:
     weights: WeightStore
     runner: Runner
     pooler: PromptPooler
-    recorded: RecordedSteps | None
+    captured: CapturedSteps | None
     ledger: Ledger
     costed: MetaModel
     own_kernels: bool
@@ -86,7 +86,7 @@ def build_executor(
     details: Log,
     show_progress: bool,
 ) -> Executor:
-    """Divide the memory, load the weights, capture the graphs, and on CUDA compile kernels meanwhile and record steps.
+    """Divide the memory, load the weights, capture the graphs, and on CUDA compile kernels meanwhile and capture steps.
 
     config: of the whole model. mask_ids: how many ids a mask of a grammar tells of. beside: takes what has to end with
     the start. rank: the place among those that each make one; what could differ between them is the least of all.
@@ -101,7 +101,7 @@ def build_executor(
     limits = DeviceLimits.of(device) if own_kernels else None
     place = RankPlace(device, limits, rank.index)
     asked = with_sequences(asked, config, place)
-    part = rank_part(asked, config, place)
+    part = rank_setup(asked, config, place)
     shard, own, sizes = part.shard, part.config, part.sizes
     check_gathered_heads(asked, own, implementations_for(device))
     kernels = None
@@ -123,10 +123,10 @@ def build_executor(
     with clock.phase("weights"), memory_explained("loading the weights", ledger):
         source = device, given_dtype, asked.load_format, max_length, asked.seed or 0, shard
         store = WeightStore.load(asked.model, packing.schemes, *source)
-        model, packed = store.model, store.packed
+        model, packed = store.model, store.quantized
     with clock.phase("ranks"):
         _require_alike(device, rank)
-        ledger = ledger.agreed(rank.least)
+        ledger = ledger.agreed(rank.min_over_ranks)
         axes = rank.join(device)
         overlapped = overlapped_bytes(asked, own, sizes)
         axes[TENSOR_AXIS] = with_peer_copies(axes[TENSOR_AXIS], device, SLOTS, overlapped)
@@ -155,28 +155,28 @@ def build_executor(
         states = None if sizes.states is None else StatePool(sizes.states, ledger.state_rows, device)
     if context is not None and context.size > 1:
         product = DeviceLimits.of(device).product if own_kernels else None
-        division = token_division(costed, context, device.type, product)
-        program = replace(program, division=division.agreed(rank.least))
+        division = token_sharding(costed, context, device.type, product)
+        program = replace(program, division=division.agreed(rank.min_over_ranks))
     runner = Runner(program, sizes, own, kept, device, mask_ids, states, asked.pipeline_parallel_size)
     kernels_are_ready = False
     if kernels is not None:
         with clock.phase("kernels"):
             if rank.index > 0:
-                rank.least(0)  # until the first has compiled what is not on the disk
+                rank.min_over_ranks(0)  # until the first has compiled what is not on the disk
             kernels_are_ready = kernels.finish(show=show_progress)
             if rank.index == 0:
-                rank.least(0)
-    recorded = None
+                rank.min_over_ranks(0)
+    captured = None
     with clock.phase("CUDA graphs"):
-        fresh, scales = any(size.fresh for size in sizes.recorded), library_scales(model)
+        fresh, scales = any(size.pure_prefill for size in sizes.captured), library_scales(model)
         wanted = sizes.library or fresh
         has_library = wanted and has_library_plan(own, scales, kept[0], max_length, fresh, log)
-        if not rank.least(int(has_library)) and wanted:
+        if not rank.min_over_ranks(int(has_library)) and wanted:
             sizes = replace(sizes, attends=False)
-        if sizes.recorded:
+        if sizes.captured:
             ready = kernels_are_ready and asked.executor == "graph"  # what is compiled meanwhile is no kernel of ours
-            recorded = _recorded(runner, sizes, ledger, rank, ready)
-            shortage = recorded.shortage(ledger.device)
+            captured = _captured(runner, sizes, ledger, rank, ready)
+            shortage = captured.shortage(ledger.device)
             if shortage is not None:
                 log(shortage)
     return Executor(
@@ -184,7 +184,7 @@ def build_executor(
         weights=store,
         runner=runner,
         pooler=Pooler(program.whole_prompts.forward, sizes.max_tokens, max_length, config.vocab_size, device, ledger),
-        recorded=recorded,
+        captured=captured,
         ledger=ledger,
         costed=replace(costed, program=runner.program),
         own_kernels=own_kernels,
@@ -214,21 +214,21 @@ def _require_alike(device: torch.device, rank: Rank) -> None:
     if device.type == "cuda" and rank.size > 1:
         product = DeviceLimits.of(device).product
         known = zlib.crc32(product.encode())
-        if (rank.least(known), -rank.least(-known)) != (known, known):
+        if (rank.min_over_ranks(known), -rank.min_over_ranks(-known)) != (known, known):
             raise ValueError(
                 f"rank {rank.index} has the GPU {product} and others have another: choose GPUs of one kind by the "
                 "environment variable CUDA_VISIBLE_DEVICES"
             )
 
 
-def _recorded(runner: Runner, sizes: EngineSizes, ledger: Ledger, rank: Rank, kernels_are_ready: bool) -> RecordedSteps:
-    """Several ranks record all sizes or cannot go on: in one that does not, messages of other lengths would meet."""
+def _captured(runner: Runner, sizes: EngineSizes, ledger: Ledger, rank: Rank, kernels_are_ready: bool) -> CapturedSteps:
+    """Several ranks capture all sizes or cannot go on: in one that does not, messages of other lengths would meet."""
     if rank.size == 1:
-        return runner.record(sizes.recorded, kernels_are_ready=kernels_are_ready)
+        return runner.capture(sizes.captured, kernels_are_ready=kernels_are_ready)
     with memory_explained("recording CUDA graphs", ledger):
-        recorded = runner.record(sizes.recorded, all_of_them=True)
-    rank.least(0)
-    return recorded
+        captured = runner.capture(sizes.captured, all_of_them=True)
+    rank.min_over_ranks(0)
+    return captured
 
 
 def _sends_by_copies(axis: Axis, device: torch.device) -> Device | None:
@@ -262,8 +262,8 @@ def has_library_plan(
     False, once a line has said why, if that fails."""
     heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
     page_size = pool.shape.page_size
-    rows = [(fresh_rows_of(heads, pool.shape), MAX_TOKENS)] if fresh else []
-    if pool.shape.rounded is None:
+    rows = [(pure_prefill_rows_of(heads, pool.shape), MAX_TOKENS)] if fresh else []
+    if pool.shape.quantized is None:
         rows.append((gathered_rows_of(heads, pool.shape), table_pages(max_length, page_size) * page_size))
     try:
         for scale in sorted(scales):

@@ -13,15 +13,15 @@ import torch
 
 from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.ledger import DeviceMemory, Ledger, PoolTooSmall, plan_memory
+from strata.engine.ranks.prefill_context_parallel import CONTEXT_AXIS, TokenSharding
 from strata.engine.ranks.rank import share_of
-from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
 from strata.engine.startup.sparse_attention import choice_bytes
 from strata.graph.passes import passes_of
 from strata.graph.ranks.overlap import SLOTS
-from strata.graph.ranks.row_parts import most_rows
+from strata.graph.ranks.row_split import max_rows
 from strata.hardware.figures import Device
+from strata.kernels.attention import batch_invariant as attention_fixed
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
-from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.attention.prompt_keys import prompt_keys_bytes
 from strata.kernels.device_limits import DeviceLimits, implementations_for
 from strata.kernels.latent import cuda as latent_cuda
@@ -61,7 +61,7 @@ def listed_memory(device: Device) -> DeviceMemory:
 
 
 @dataclass(frozen=True)
-class RankPart:
+class RankSetup:
     """What a rank has of a model. shard: None if it has all of it. config: its own, from which `sizes` follow."""
 
     shard: RankShard | None
@@ -69,7 +69,7 @@ class RankPart:
     sizes: EngineSizes
 
 
-def rank_part(asked: EngineConfig, config: ModelConfig, place: RankPlace) -> RankPart:
+def rank_setup(asked: EngineConfig, config: ModelConfig, place: RankPlace) -> RankSetup:
     """config: of the whole model. Raises ValueError for whatever cannot be honoured."""
     divides = max(asked.tensor_parallel_size, asked.pipeline_parallel_size) > 1
     shard = share_of(asked, config, place.index) if divides else None
@@ -77,25 +77,25 @@ def rank_part(asked: EngineConfig, config: ModelConfig, place: RankPlace) -> Ran
     sizes = EngineSizes.of(asked, own, place.device, place.limits, shard)
     kind = implementations_for(place.limits or place.device)
     sizes.packing.check_kernels(kind, deterministic=asked.deterministic)
-    return RankPart(shard, own, sizes)
+    return RankSetup(shard, own, sizes)
 
 
-def rank_memory(asked: EngineConfig, config: ModelConfig, place: RankPlace, part: RankPart) -> Ledger:
+def rank_memory(asked: EngineConfig, config: ModelConfig, place: RankPlace, part: RankSetup) -> Ledger:
     """How the memory of a rank's device is divided. config: of the whole model, of which the rank has `part`.
 
     Raises ValueError if it does not suffice; where the weights or the pages lack room, with options that have it.
     """
 
     def planned(other: EngineConfig) -> Ledger:
-        return divided_memory(other, config, place, rank_part(other, config, place))
+        return rank_ledger(other, config, place, rank_setup(other, config, place))
 
     try:
-        return divided_memory(asked, config, place, part)
+        return rank_ledger(asked, config, place, part)
     except PoolTooSmall as error:
-        raise error.with_options(options_with_room(asked, planned)) from None
+        raise error.with_options(memory_advice(asked, planned)) from None
 
 
-def divided_memory(asked: EngineConfig, config: ModelConfig, place: RankPlace, part: RankPart) -> Ledger:
+def rank_ledger(asked: EngineConfig, config: ModelConfig, place: RankPlace, part: RankSetup) -> Ledger:
     """The same, which knows no other options."""
     # A draw with filters gathers its rows of logits, of the whole vocabulary, on every rank.
     whole = replace(part.config, vocab_size=config.vocab_size)
@@ -111,7 +111,7 @@ def planned_memory(
 ) -> Ledger:
     """How the memory of a device is divided. config: of a rank, with the whole vocabulary. memory: of a device that
     need not be here. Raises ValueError if it does not suffice."""
-    rows = {(size.sequences, size.tokens > size.sequences) for size in sizes.recorded}
+    rows = {(size.sequences, size.tokens > size.sequences) for size in sizes.captured}
     overlapped = SLOTS * overlapped_bytes(asked, config, sizes)
     return plan_memory(
         config,
@@ -140,7 +140,7 @@ def overlapped_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSize
     none_travel = asked.overlapped_from == 0 or asked.deterministic or asked.enable_dp_attention
     if none_travel or asked.tensor_parallel_size != 2:
         return 0
-    return most_rows(sizes.max_tokens) * config.hidden_size * sizes.pool.dtype.itemsize
+    return max_rows(sizes.max_tokens) * config.hidden_size * sizes.pool.dtype.itemsize
 
 
 def _joining_bytes(asked: EngineConfig, config: ModelConfig, tokens: int) -> int:
@@ -160,7 +160,7 @@ def _message_bytes(asked: EngineConfig, sizes: EngineSizes, device: torch.device
         found *= 3  # neighbours have one, and those that are at one place among theirs
     parts = asked.axis_sizes[CONTEXT_AXIS]
     if parts > 1:
-        rows = TokenDivision.on(device.type, parts, 0).largest(sizes.max_tokens, asked.max_sequences).tokens
+        rows = TokenSharding.on(device.type, parts, 0).largest(sizes.max_tokens, asked.max_sequences).tokens
         token = sizes.pool.page_bytes // sizes.pool.page_size // sizes.pool.layers
         found += (1 + parts) * rows * token
     return found
@@ -178,7 +178,7 @@ def _scratch_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes,
     if asked.deterministic:
         return attention_fixed.scratch_bytes(rows, keys, config.num_heads, config.head_dim)
     heads = config.num_heads * ranks, config.num_kv_heads, config.head_dim
-    kind = {"rounded": pool.rounded is not None, "some": some}
+    kind = {"rounded": pool.quantized is not None, "some": some}
     return decode_attention_cuda.scratch_bytes(rows, keys, *heads, pool.dtype, **kind)
 
 
@@ -195,13 +195,13 @@ def recurrent_bytes(asked: EngineConfig, config: ModelConfig, max_tokens: int, d
 _RANKS = (2, 4, 8)
 
 
-def options_with_room(asked: EngineConfig, plan: Callable[[EngineConfig], object]) -> list[str]:
+def memory_advice(asked: EngineConfig, plan: Callable[[EngineConfig], object]) -> list[str]:
     """The fewest ranks that have room, and weights in 8 bits if they have: each alone, as `LLM` takes them.
 
     plan: divides the memory for other options; raises ValueError where it does not suffice, or they cannot be.
     """
 
-    def has_room(**other: Any) -> bool:
+    def has_space(**other: Any) -> bool:
         try:
             plan(replace(asked, **other))
         except ValueError:
@@ -209,8 +209,8 @@ def options_with_room(asked: EngineConfig, plan: Callable[[EngineConfig], object
         return True
 
     more = (size for size in _RANKS if size > asked.tensor_parallel_size)
-    ranks = next((size for size in more if has_room(tensor_parallel_size=size)), None)
+    ranks = next((size for size in more if has_space(tensor_parallel_size=size)), None)
     found = [] if ranks is None else [f"tensor_parallel_size={ranks}"]
-    if asked.quantization is None and asked.sparsity is None and has_room(quantization="fp8"):
+    if asked.quantization is None and asked.sparsity is None and has_space(quantization="fp8"):
         found.append("quantization='fp8'")
     return found

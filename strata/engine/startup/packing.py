@@ -9,17 +9,17 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from strata.graph.capture import capture, capture_head, operation_of
 from strata.graph.quantize import weights_of_products
+from strata.graph.trace import operation_of, trace, trace_head
 from strata.kernels.moe.experts import experts, local_experts
 from strata.kernels.op import Operation
-from strata.kernels.quant.packed import TWO_OF_FOUR, PackedWeight, Scheme
+from strata.kernels.quant.quantized import TWO_OF_FOUR, QuantizedWeight, Scheme
 from strata.kernels.quant.schemes import scheme_of, sparsity_of
 from strata.models.families import build
 from strata.models.layers import CausalLM
 from strata.models.quantized.assembly import meta_weights
-from strata.models.quantized.checkpoint import Checkpoint, packed_format
-from strata.models.quantized.choice import packed_by, packed_there, pruned
+from strata.models.quantized.checkpoint import Checkpoint, quantized_format
+from strata.models.quantized.choice import pruned, quantized_by, quantized_there
 from strata.parallel.serving_shard import RankShard
 
 _GIB = 1 << 30
@@ -33,7 +33,7 @@ class Packing:
     """
 
     schemes: Mapping[str, Scheme]
-    planned: Mapping[str, PackedWeight]
+    planned: Mapping[str, QuantizedWeight]
     operations: tuple[Operation, ...] = ()
     name: str = ""
 
@@ -58,7 +58,7 @@ class Packing:
             raise ValueError(
                 f"quantization={quantization!r} and sparsity={sparsity!r} pack the same weights: leave out one of them"
             )
-        format = None if folder is None else packed_format(folder)
+        format = None if folder is None else quantized_format(folder)
         given, option = quantization or sparsity, "quantization" if quantization else "sparsity"
         if format is not None and given is not None:
             raise ValueError(
@@ -70,18 +70,18 @@ class Packing:
         if shard is not None:
             with torch.device("meta"):
                 layers, complete = build(shard.divided), build(shard.whole)
-        graph, own = capture(layers), {name for name, _ in model.named_parameters()}
-        products = weights_of_products([graph, capture_head(layers)])
+        graph, own = trace(layers), {name for name, _ in model.named_parameters()}
+        products = weights_of_products([graph, trace_head(layers)])
         candidates = [name for name in products if name in own]
         checkpoint = None
         if sparsity is not None:
-            schemes = packed_by(sparsity_of(sparsity), pruned(candidates, complete), layers)
+            schemes = quantized_by(sparsity_of(sparsity), pruned(candidates, complete), layers)
         elif quantization is not None:
-            schemes = packed_by(scheme_of(quantization), candidates, layers)
+            schemes = quantized_by(scheme_of(quantization), candidates, layers)
         else:
             assert folder is not None
             checkpoint = Checkpoint.of(folder, complete)
-            schemes = packed_there(checkpoint, candidates, complete, layers)
+            schemes = quantized_there(checkpoint, candidates, complete, layers)
         operations = _multiplied(graph, schemes)
         if shard is not None and shard.slots is not None:
             operations = tuple(local_experts if one is experts else one for one in operations)

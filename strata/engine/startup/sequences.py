@@ -8,7 +8,7 @@ import torch
 
 from strata.cost.evidence import MEMORY, PRODUCTS
 from strata.engine.engine_config import MAX_NUM_SEQS, EngineConfig
-from strata.engine.startup.memory import RankPart, RankPlace, divided_memory, listed_memory, rank_part
+from strata.engine.startup.memory import RankPlace, RankSetup, listed_memory, rank_ledger, rank_setup
 from strata.hardware.figures import Device
 from strata.hardware.specs import recognize
 from strata.kernels.device_limits import DeviceLimits
@@ -37,7 +37,7 @@ def with_sequences(asked: EngineConfig, config: ModelConfig, place: RankPlace) -
     places = [place if place.memory is not None else listed_place(place.limits)]
     if place.memory is None and asked.ranks == 1:
         places.append(place)
-    part = rank_part(asked, config, places[0])
+    part = rank_setup(asked, config, places[0])
     count = MAX_NUM_SEQS
     while count < _MOST and _gain(part, device, count) >= _GAIN:
         count *= 2
@@ -52,7 +52,7 @@ def listed_place(limits: DeviceLimits) -> RankPlace:
     return RankPlace(torch.device("cuda"), limits, memory=None if device is None else listed_memory(device))
 
 
-def _gain(part: RankPart, device: Device, count: int) -> float:
+def _gain(part: RankSetup, device: Device, count: int) -> float:
     """How many times as fast twice as many sequences make an engine.
 
     A step of n decodes takes `step` seconds, however many they are, and each of them its products and the way of its
@@ -73,7 +73,7 @@ def _has_room(asked: EngineConfig, count: int, config: ModelConfig, place: RankP
     """Whether the memory holds all that so many sequences take, and pages for the tokens of each."""
     given = replace(asked, max_num_seqs=count)
     try:
-        ledger = divided_memory(given, config, place, rank_part(given, config, place))
+        ledger = rank_ledger(given, config, place, rank_setup(given, config, place))
     except ValueError:
         return False
     return ledger.tokens >= count * _TOKENS

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from strata.kernels.attention.sparse import decodes, prompts
 from strata.kernels.attention.sparse.block_choice import BlockChoice
-from strata.kernels.attention.sparse.choice_triton import MOST_BLOCK
+from strata.kernels.attention.sparse.choice_triton import MAX_BLOCK
 from strata.kernels.attention.sparse.page_choice import PageChoice
 from strata.models.config import ModelConfig
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # Options that are whole numbers.
 SPARSE_SIZES = ("sparse_prefill_min_keys", "sparse_prefill_block")
 # The kernels take keys by so many at most.
-_LEAST_BLOCK_ON_CUDA = 64
+_MIN_BLOCK_ON_CUDA = 64
 
 
 def check_sparse_attention(asked: EngineConfig) -> None:
@@ -24,10 +24,10 @@ def check_sparse_attention(asked: EngineConfig) -> None:
     share, block, pages = asked.sparse_prefill, asked.sparse_prefill_block, asked.decode_pages
     if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
         raise ValueError(f"sparse_prefill must be a share in (0, 1], or None to attend to all keys, got {share!r}")
-    if share is not None and (block & (block - 1) or not max(16, asked.page_size) <= block <= MOST_BLOCK):
+    if share is not None and (block & (block - 1) or not max(16, asked.page_size) <= block <= MAX_BLOCK):
         raise ValueError(
             "sparse_prefill_block must be a power of two of at least 16 and of the tokens of a page, "
-            f"{asked.page_size}, and at most {MOST_BLOCK}, got {block}"
+            f"{asked.page_size}, and at most {MAX_BLOCK}, got {block}"
         )
     if pages is not None and (isinstance(pages, bool) or not isinstance(pages, int) or pages < 2):
         raise ValueError(f"decode_pages must be an integer of at least 2, or None to attend to all, got {pages!r}")
@@ -52,8 +52,8 @@ def attention_choice(asked: EngineConfig, config: ModelConfig, kind: str) -> Blo
         raise ValueError(
             f"{given} leaves out keys of layers that see all, and {config.architecture} has none: leave it out"
         )
-    if asked.sparse_prefill is not None and kind == "cuda" and block < _LEAST_BLOCK_ON_CUDA:
-        raise ValueError(f"sparse_prefill_block={block} runs on a CPU alone: give {_LEAST_BLOCK_ON_CUDA} or more")
+    if asked.sparse_prefill is not None and kind == "cuda" and block < _MIN_BLOCK_ON_CUDA:
+        raise ValueError(f"sparse_prefill_block={block} runs on a CPU alone: give {_MIN_BLOCK_ON_CUDA} or more")
     return _choice(asked)
 
 

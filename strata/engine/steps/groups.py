@@ -31,8 +31,8 @@ class WindowSteps:
     ) -> None:
         """others: the pool and the window of each group behind the first."""
         self.only_windows, self.groups = only_windows, 1 + len(others)
-        slots, most_pages = len(first[1].rows) - 1, first[1].rows.shape[1]
-        self._others = [(pool, BlockTables(slots, most_pages, device), window) for pool, window in others]
+        slots, page_limit = len(first[1].rows) - 1, first[1].rows.shape[1]
+        self._others = [(pool, BlockTables(slots, page_limit, device), window) for pool, window in others]
         of_windows = [(pool, tables) for pool, tables, _ in self._others]
         self._windows = [first, *of_windows] if only_windows else of_windows
 
@@ -41,11 +41,11 @@ class WindowSteps:
         for group, source, target in plan.window_copies:
             self._windows[group][0].copy_pages([(source, target)])
 
-    def enter_pages(self, plan: StepPlan, recorded: bool) -> None:
-        """Bring the block tables up to the plan; the page of a single token is entered by a recorded step itself."""
+    def enter_pages(self, plan: StepPlan, captured: bool) -> None:
+        """Bring the block tables up to the plan; the page of a single token is entered by a captured step itself."""
         if not plan.windows:
             return
-        decodes = {chunk.slot: chunk.start for chunk in plan.chunks if chunk.count == 1} if recorded else {}
+        decodes = {chunk.slot: chunk.start for chunk in plan.chunks if chunk.count == 1} if captured else {}
         for group, slot, first_page, pages in plan.windows:
             pool, tables = self._windows[group]
             entered = decodes[slot] // pool.shape.page_size if slot in decodes else None
@@ -69,11 +69,11 @@ class WindowSteps:
             for pool, tables, window in self._others
         ]
 
-    def recorded_tables(self, buffer: StepBuffer, inputs: StepInputs, program: StepProgram) -> list[GroupTables]:
-        """The same in a step that is recorded, whose tables have all pages. inputs: of the first group."""
+    def captured_tables(self, buffer: StepBuffer, inputs: StepInputs, program: StepProgram) -> list[GroupTables]:
+        """The same in a step that is captured, whose tables have all pages. inputs: of the first group."""
         found = []
         for group, (pool, tables, window) in enumerate(self._others, 1):
             own = inputs._replace(tables=tables.on_device, slot_mapping=buffer.tensors[group_mapping(group)])
-            gathered: Tensor = program.recorded_inputs.forward(own)[1]
+            gathered: Tensor = program.captured_inputs.forward(own)[1]
             found.append(GroupTables(pool, gathered, (window,)))
         return found

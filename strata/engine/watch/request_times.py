@@ -25,7 +25,7 @@ from strata.engine.watch.step_shares import StepLook
 # Ledgers of requests that have ended, the newest, are kept for whoever asks: about 3 KB each, however long it ran.
 KEPT = 1024
 # Of requests that share a name, the newest are told: it is done between two steps, and all would take as long as one.
-MOST_TOLD = 128
+MAX_TOLD = 128
 
 # The sums: of steps' parts, of their floors and numbers, and of waiting by rank and cause behind them.
 _GAP, _MASKS, _DECODE, _BESIDE, _FLOOR, _STEPS, _SEQUENCES = range(7)
@@ -122,7 +122,7 @@ class RequestTimes:
         since = last if alive else min([one.arrival.queued for one in arrived], default=begin)
         if arrived:
             self._arrived = [one for one in self._arrived if one.arrival.queued > timing.planned]
-        for held in timing.held:
+        for held in timing.waiting:
             for id in held.preempted:
                 self._preempt(id)
         for new in _new_sequences(plan):
@@ -142,7 +142,7 @@ class RequestTimes:
         sums[_FLOOR] += floor
         sums[_STEPS] += 1
         sums[_SEQUENCES] += len(plan.chunks)
-        for rank, held in enumerate(timing.held):
+        for rank, held in enumerate(timing.waiting):
             if held.holdup is not None:
                 sums[_HELD + rank * len(HOLDUPS) + HOLDUPS.index(held.holdup)] += ended - last
         for one in arrived:
@@ -191,7 +191,7 @@ class RequestTimes:
 
     def ledgers(self, name: str, now: float) -> list[RequestLedger]:
         """Of the newest requests of that name, in their order; none if there is no such request, or not any more."""
-        ids = self._names.get(name, [])[-MOST_TOLD:]
+        ids = self._names.get(name, [])[-MAX_TOLD:]
         return [ledger for id in ids if (ledger := self._find(id, now)) is not None]
 
     def _find(self, id: str, now: float) -> RequestLedger | None:
@@ -206,7 +206,7 @@ class RequestTimes:
         queued = times.arrival.queued
         times.add("step_under_way", self._last - queued)
         if times.sequence.id not in self._prompts:
-            held = timing.held[times.sequence.id % self._ranks] if timing.held else None
+            held = timing.waiting[times.sequence.id % self._ranks] if timing.waiting else None
             cause = held.holdup if held is not None else None
             times.add(cause or "step_full", timing.ended - max(self._last, queued))
 

@@ -28,7 +28,7 @@ class Standings(NamedTuple):
 
 
 class StepWindow:
-    """records: steps are meant to replay recordings, so that those that do not are a loss."""
+    """records: steps are meant to replay CUDA graphs, so that those that do not are a loss."""
 
     def __init__(self, *, records: bool, seconds: int = WINDOW_SECONDS) -> None:
         self._records, self._window = records, seconds
@@ -54,14 +54,14 @@ class StepWindow:
             sums["floor"] += floor
             sums["known"] += gap + work
             sums["bound", look.floor.bound] += floor
-            if self._records and timing.late and not timing.recorded:
+            if self._records and timing.late and not timing.captured:
                 sums["launches"] += max(0.0, work - floor)
         if look.predicted is not None:
             sums["predicted"] += look.predicted
             sums["timed"] += work
-        for held in timing.held:
+        for held in timing.waiting:
             if held.holdup is not None:
-                sums["held", held.holdup] += (gap + work) / len(timing.held)
+                sums["held", held.holdup] += (gap + work) / len(timing.waiting)
 
     def standings(self, now: float, compiled: int) -> Standings:
         """compiled: kernels since the engine was ready."""
@@ -101,7 +101,7 @@ LOOK_EVERY = 0.5
 
 
 class Watch:
-    """requests: their ledgers. ranks: with sequences of their own. records: steps are meant to replay recordings."""
+    """requests: their ledgers. ranks: with sequences of their own. records: steps are meant to replay CUDA graphs."""
 
     def __init__(self, shares: StepShares, *, ranks: int = 1, records: bool = False) -> None:
         self._shares = shares

@@ -76,7 +76,7 @@ nothing else is found.
 FINDINGS: tuple[Finding, ...] = get_args(Finding)
 
 # What costs less of the time is no bottleneck.
-LEAST_SHARE = 0.1
+MIN_SHARE = 0.1
 # Requests wait for the same thing in so much of the time: it is what holds them.
 HELD_SHARE = 0.5
 # Of the floor that good kernels reach.
@@ -118,7 +118,7 @@ def standing(shares: Shares) -> Standing:
     lost = max(_losses(shares), key=lambda one: one[0])
     if shares.compiled and lost[0] < HELD_SHARE:
         return Standing("compilation", "kernel", "compilation")
-    if lost[0] >= LEAST_SHARE:
+    if lost[0] >= MIN_SHARE:
         return lost[1]
     waits = [cause for cause in _HELD if shares.held.get(cause, 0.0) >= HELD_SHARE]
     if waits:

@@ -11,8 +11,8 @@ from torch import fx
 from strata.comm.experts.rows import dispatch_rows
 from strata.comm.experts.sent_rows import Arrived, return_rows, send_rows
 from strata.comm.operations import Along
-from strata.graph.capture import operation_of
 from strata.graph.rewrite import insert_before
+from strata.graph.trace import operation_of
 from strata.kernels.moe.combine import combine
 from strata.kernels.moe.count import count_choices
 from strata.kernels.moe.experts import experts, local_experts
@@ -22,7 +22,7 @@ def exchange_rows(graph: fx.GraphModule, along: Along, index: int, *, counted: b
     """Let each rank along `along` route its own rows and send them to the ranks of their experts; in place, before the
     graph is bound; returns `graph`.
 
-    graph: of rank `index`, as `shard` with `own_tokens` and `leave_out_padding` made it and `gather_after_attention`
+    graph: of rank `index`, as `shard` with `attention_dp` and `leave_out_padding` made it and `gather_after_attention`
     left it, for a step of many tokens that is launched: the host waits for the device in each mixture. counted: some
     rank counts the choices of all (`count_experts`), so they travel to all.
 

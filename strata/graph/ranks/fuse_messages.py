@@ -11,7 +11,7 @@ from strata.graph.match import Call, Hole, find
 from strata.graph.rewrite import finished, insert_before, joined, replace
 from strata.kernels.linear.linear import linear
 from strata.kernels.norm.norm import add_rms_norm
-from strata.kernels.op import Operation, has_packed
+from strata.kernels.op import Operation, has_quantized
 
 _SUMMED = Call(all_reduce, (Hole("x"), Hole("along")), "summed", read_once=True)
 _FINISHED = Call(finish_all_reduce, (Hole("pending"),), "summed", read_once=True)
@@ -36,7 +36,7 @@ def fuse_messages(graph: fx.GraphModule) -> fx.GraphModule:
     return finished(graph)
 
 
-def fuse_sent_products(graph: fx.GraphModule) -> fx.GraphModule:
+def fuse_gemm_all_reduce(graph: fx.GraphModule) -> fx.GraphModule:
     """`all_reduce_add_rms_norm` of a `linear` without a bias becomes `linear_all_reduce_add_rms_norm`: in decode steps
     of ranks what is computed is sent.
 
@@ -45,7 +45,7 @@ def fuse_sent_products(graph: fx.GraphModule) -> fx.GraphModule:
     """
     for message in list(graph.graph.find_nodes(op="call_function", target=all_reduce_add_rms_norm)):
         product, along, *others = message.args
-        if product.target is not linear or len(product.users) > 1 or has_packed(product.args):
+        if product.target is not linear or len(product.users) > 1 or has_quantized(product.args):
             continue
         x, weight, bias = (*product.args, None)[:3]
         if bias is None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import fx
 
 from strata.comm.operations import Along, all_gather, all_reduce, reduce_scatter
-from strata.graph.capture import operation_of
-from strata.graph.ranks.narrow_messages import is_made_of_weights
+from strata.graph.ranks.quantize_messages import is_made_of_weights
 from strata.graph.rewrite import chain
+from strata.graph.trace import operation_of
 
 INSIDE_AXIS, ACROSS_AXIS = "tp_inside", "tp_across"  # of neighbours, and of those with one place in their groups
 

@@ -16,17 +16,17 @@ from torch import fx
 
 from strata.comm.operations import all_reduce
 from strata.comm.under_way import finish_all_reduce, start_all_reduce
-from strata.graph.capture import operation_of, reads_state
 from strata.graph.gather import ROWWISE
-from strata.graph.ranks.row_parts import AT_HALF, PARTS, RowDivision, row_part
+from strata.graph.ranks.row_split import AT_HALF, PARTS, RowSplit, row_half
 from strata.graph.rewrite import finished, insert_after, insert_before
+from strata.graph.trace import operation_of, reads_state
 from strata.kernels.moe.count import count_choices
 
 # Of messages: those of a part take turns, see `_slot`.
 SLOTS = 3 * PARTS
 
 
-def overlap(graph: fx.GraphModule, division: RowDivision = AT_HALF) -> fx.GraphModule:
+def overlap(graph: fx.GraphModule, division: RowSplit = AT_HALF) -> fx.GraphModule:
     """Let each `all_reduce` in front of the last attention travel while products of other rows run; returns `graph`.
 
     In place, before the graph is bound and messages are fused. Rows are divided, at `division`, from an attention (or
@@ -114,7 +114,7 @@ def steps(nodes: list[fx.Node]) -> dict[fx.Node, int]:
 class _Parts:
     """A graph in which nodes are divided, and the parts that take their places."""
 
-    def __init__(self, graph: fx.Graph, division: RowDivision) -> None:
+    def __init__(self, graph: fx.Graph, division: RowSplit) -> None:
         self._graph = graph
         self._division = division
         self._parts: dict[fx.Node, list[fx.Node]] = {}
@@ -176,7 +176,7 @@ class _Parts:
             return self._parts[source][part]
         views = self._views.setdefault(source, [])
         if len(views) == part:
-            views.append(self._call(row_part, (source, part, self._division), reader))
+            views.append(self._call(row_half, (source, part, self._division), reader))
         return views[part]
 
     def _call(self, target: Any, arguments: tuple[Any, ...], place: fx.Node) -> fx.Node:

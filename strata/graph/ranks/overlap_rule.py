@@ -14,13 +14,13 @@ import torch
 from torch import fx
 
 from strata.comm.cost import all_reduce_cost
-from strata.graph.capture import operation_of, reads_state
 from strata.graph.ranks.overlap import divisible, steps, travels
-from strata.graph.ranks.row_parts import AT_HALF, PARTS, TILE_COLUMNS, TILE_ROWS, RowDivision
+from strata.graph.ranks.row_split import AT_HALF, PARTS, TILE_COLUMNS, TILE_ROWS, RowSplit
 from strata.graph.rewrite import value_of
+from strata.graph.trace import operation_of, reads_state
 from strata.hardware.figures import Device
 from strata.hardware.links import Link, link_of
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.quant.quantized import QuantizedWeight
 
 # Products hold so much of the rate of a short burst for long (cuBLAS on an H200, which its power bounds).
 _SUSTAINED = 0.87
@@ -33,7 +33,7 @@ _WON = 1.015
 _TOKENS = tuple(1 << power for power in range(9, 16))
 
 
-class Product(NamedTuple):
+class OverlappedProduct(NamedTuple):
     """Of a weight [out, width]."""
 
     out: int
@@ -50,7 +50,7 @@ class Product(NamedTuple):
 class Stretch:
     """What is computed between two attentions, in steps between which `ranks` add up `summed` bytes for a token."""
 
-    steps: tuple[tuple[Product, ...], ...]
+    steps: tuple[tuple[OverlappedProduct, ...], ...]
     summed: tuple[int, ...]
     ranks: int
 
@@ -85,7 +85,7 @@ def last_stretch(graph: fx.GraphModule) -> Stretch | None:
     at = steps(divided)
     if not divided:
         return None
-    products: list[list[Product]] = [[] for _ in range(1 + max(at.values()))]
+    products: list[list[OverlappedProduct]] = [[] for _ in range(1 + max(at.values()))]
     summed = []
     ranks = 1
     for node in divided:
@@ -104,28 +104,28 @@ def last_stretch(graph: fx.GraphModule) -> Stretch | None:
     return Stretch(tuple(map(tuple, products)), tuple(summed), ranks)
 
 
-def _product(graph: fx.GraphModule, node: fx.Node) -> Product:
+def _product(graph: fx.GraphModule, node: fx.Node) -> OverlappedProduct:
     """Of a packed weight as if it were of the dtype of the parameters that it stands for, which is its result's."""
     source = node.args[1]
-    if isinstance(source, PackedWeight):
+    if isinstance(source, QuantizedWeight):
         values = source.values
         assert isinstance(values, fx.Node)
         out, width = source.with_tensors({"values": value_of(graph, values)}).shape
-        return Product(out, width, graph.get_parameter(values.meta["parameters"][0]).dtype)
+        return OverlappedProduct(out, width, graph.get_parameter(values.meta["parameters"][0]).dtype)
     assert isinstance(source, fx.Node)
     weight = value_of(graph, source)
-    return Product(weight.shape[0], weight.shape[1], weight.dtype)
+    return OverlappedProduct(weight.shape[0], weight.shape[1], weight.dtype)
 
 
-def row_division(graph: fx.GraphModule, device: Device | None) -> RowDivision:
+def row_split(graph: fx.GraphModule, device: Device | None) -> RowSplit:
     """Where `overlap` best divides the rows of a graph on a device: at half, where its layers are not known."""
     stretch = last_stretch(graph)
     return AT_HALF if stretch is None or device is None or device.cuda is None else _division(stretch, device)
 
 
-def _division(stretch: Stretch, device: Device) -> RowDivision:
+def _division(stretch: Stretch, device: Device) -> RowSplit:
     assert device.cuda is not None
-    return RowDivision(device.cuda.processors, tuple((one.out, one.width) for step in stretch.steps for one in step))
+    return RowSplit(device.cuda.processors, tuple((one.out, one.width) for step in stretch.steps for one in step))
 
 
 def seconds(stretch: Stretch, tokens: int, parts: int, device: Device, link: Link) -> float:
@@ -161,10 +161,10 @@ def _end(
     return now
 
 
-def _product_seconds(product: Product, rows: int, device: Device) -> float:
+def _product_seconds(product: OverlappedProduct, rows: int, device: Device) -> float:
     """Programs compute tiles, as many at a time as there are processors. device: with CUDA."""
     assert device.cuda is not None
     processors = device.cuda.processors
     rate = _SUSTAINED * device.ceiling("compute", str(product.dtype).removeprefix("torch.")).value
-    rounds = RowDivision(processors).rounds(rows, product.out)
+    rounds = RowSplit(processors).rounds(rows, product.out)
     return rounds * processors * 2 * TILE_ROWS * TILE_COLUMNS * product.width / rate

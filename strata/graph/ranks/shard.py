@@ -1,4 +1,4 @@
-"""A captured graph becomes one rank's: where ranks divide the parameters, collectives put the parts together."""
+"""A traced graph becomes one rank's: where ranks divide the parameters, collectives put the parts together."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, fx
 from strata.comm.experts.rows import combine_rows, dispatch_rows
 from strata.comm.operations import Along, all_reduce
 from strata.comm.placement import ExpertSlots, Placement
-from strata.graph.capture import operation_of
 from strata.graph.rewrite import fetch, follow, insert_after, insert_before
+from strata.graph.trace import operation_of
 from strata.kernels.linear.embedding import embedding, vocabulary_embedding
 from strata.kernels.moe.experts import biased_experts, local_experts
-from strata.kernels.norm.norm import divided_rms_norm, mean_square, wide_rms_norm
+from strata.kernels.norm.norm import mean_square, sharded_rms_norm, wide_rms_norm
 from strata.kernels.op import Operation
-from strata.kernels.recurrent.gated_norm import divided_gated_rms_norm, gated_mean_square, gated_rms_norm
+from strata.kernels.recurrent.gated_norm import gated_mean_square, gated_rms_norm, sharded_gated_rms_norm
 
 
 def shard(
@@ -28,18 +28,18 @@ def shard(
     slots: ExpertSlots | None = None,
     turns: Tensor | None = None,
     *,
-    own_tokens: bool = False,
+    attention_dp: bool = False,
 ) -> fx.GraphModule:
     """Put the messages between the ranks along `along` into the graph of rank `index`, in place; returns `graph`.
 
     graph: captured from the rank's own model and not rewritten by a pass yet. placements: of every parameter that it
     fetches, by name. slots: where this rank's experts are among those of all ranks; None: each rank has a part of every
     expert. turns: [layers, experts, period] int32 on the device that runs the graph, of each layer the `placement` of
-    `local_experts`, read anew in every call; None: each slot has the expert of its number. own_tokens: each rank has
+    `local_experts`, read anew in every call; None: each slot has the expert of its number. attention_dp: each rank has
     tokens of its own, as many as the others, and all else than experts whole.
 
     - After a product with a ROW weight, and after what EXPERT weights make: an all-reduce. The bias of the product is
-      added to the sum, once. With `slots` the rank computes the choices of its own experts alone. With `own_tokens`
+      added to the sum, once. With `slots` the rank computes the choices of its own experts alone. With `attention_dp`
       the rows of all ranks come before the router (`dispatch_rows`), which so all ranks run on all rows, and sums go
       back to the rank whose rows they are of (`combine_rows`).
     - Rows of a VOCABULARY table: zeros for ids of other ranks, then an all-reduce.
@@ -52,7 +52,7 @@ def shard(
     """
     if along.size == 1:
         return graph
-    ranks = _Ranks(along, index, slots, turns, own_tokens)
+    ranks = _Ranks(along, index, slots, turns, attention_dp)
     for node in list(graph.graph.nodes):
         operation = operation_of(node)
         if operation is not None:
@@ -68,7 +68,7 @@ class _Ranks(NamedTuple):
     rank: int
     slots: ExpertSlots | None
     turns: Tensor | None
-    own_tokens: bool
+    attention_dp: bool
 
 
 def _read(node: fx.Node, placements: Mapping[str, Placement]) -> dict[Placement, fx.Node]:
@@ -101,7 +101,7 @@ def _shard_node(
                 layer = node.meta["layer"]
                 table = fetch(graph, node, f"expert_turns_{layer}", ranks.turns[layer], node, ())
                 node.args = (*node.args, table)
-        if ranks.own_tokens:
+        if ranks.attention_dp:
             _dispatch(node, ranks.along)
             follow(node, combine_rows, ranks.along)
         else:
@@ -153,7 +153,7 @@ def _norm_of_all_ranks(node: fx.Node, along: Along) -> None:
     """The scale of a row from the columns of all ranks."""
     x, weight, eps, offset = node.args
     total = insert_before(node, all_reduce, insert_before(node, mean_square, x), along)
-    node.target, node.args = divided_rms_norm, (x, total, along.size, weight, eps, offset)
+    node.target, node.args = sharded_rms_norm, (x, total, along.size, weight, eps, offset)
 
 
 def _gated_norm_of_all_ranks(node: fx.Node, along: Along) -> None:
@@ -161,7 +161,7 @@ def _gated_norm_of_all_ranks(node: fx.Node, along: Along) -> None:
     x, gate, weight, eps, _, gate_first = node.args
     assert gate_first
     total = insert_before(node, all_reduce, insert_before(node, gated_mean_square, x, gate), along)
-    node.target, node.args = divided_gated_rms_norm, (x, gate, total, along.size, weight, eps)
+    node.target, node.args = sharded_gated_rms_norm, (x, gate, total, along.size, weight, eps)
 
 
 def _sum_product(node: fx.Node, ranks: _Ranks) -> None:

@@ -11,9 +11,9 @@ from torch import fx
 
 from strata.comm.operations import pairwise_all_reduce
 from strata.comm.placement import Placement
-from strata.graph.capture import operation_of
 from strata.graph.rewrite import follow
-from strata.kernels.linear.linear import MOST_SLICES, linear, sliced_linear
+from strata.graph.trace import operation_of
+from strata.kernels.linear.linear import MAX_SLICES, linear, sliced_linear
 
 
 def slice_products(graph: fx.GraphModule, placements: Mapping[str, Placement], ranks: int) -> fx.GraphModule:
@@ -38,7 +38,7 @@ def _slice(graph: fx.GraphModule, node: fx.Node, ranks: int) -> None:
     x, weight, *rest = node.args
     assert isinstance(weight, fx.Node)
     parameter = graph.get_parameter(str(weight.target))
-    slices = max(1, gcd(MOST_SLICES, parameter.shape[1] * ranks) // ranks)
+    slices = max(1, gcd(MAX_SLICES, parameter.shape[1] * ranks) // ranks)
     bias = rest[0] if rest else None
     node.target, node.args = sliced_linear, (x, weight, slices, ranks > 1)
     last = node

@@ -1,4 +1,4 @@
-"""A captured graph is cut at the borders of layers into the stages of a pipeline, each for the ranks of its own."""
+"""A traced graph is cut at the borders of layers into the stages of a pipeline, each for the ranks of its own."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import torch
 from torch import fx, nn
 
 from strata.comm.operations import Along, receive_previous, send_next
-from strata.graph.capture import capture, capture_head, must_stay, operation_of
 from strata.graph.deferred import DeferredGraph
 from strata.graph.rewrite import insert_after, insert_before, replace
+from strata.graph.trace import must_stay, operation_of, trace, trace_head
 from strata.kernels.attention.spec import AttentionSpec
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.latent_write import latent_write
 
 
-def capture_stage(
+def trace_stage(
     model: nn.Module, first: int, end: int, holder: nn.Module
 ) -> tuple[fx.GraphModule, fx.GraphModule | None]:
     """The layers [first, end) of a model as a graph (see `stage`), and of the last ones its head.
 
     model: the whole one, which may be on the meta device. holder: what has the parameters of the stage.
     """
-    graph = capture(model)
+    graph = trace(model)
     own = stage(graph, first, end, holder)
     layers = 1 + max(
         (node.meta["layer"] for node in graph.graph.nodes if node.meta.get("layer") is not None), default=-1
     )
     if end < layers:
         return own, None
-    head = capture_head(model)
+    head = trace_head(model)
     return own, DeferredGraph(holder, head.graph, class_name=type(head).__name__)
 
 

@@ -17,7 +17,7 @@ from strata.hardware.probe.products import operands, product
 from strata.hardware.probe.sustained import hold
 from strata.hardware.telemetry import Summary
 
-_LEAST_CALLS = 3
+_MIN_CALLS = 3
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _seconds(call: Callable[[], object], least: float) -> float:
     """The median of calls that are repeated for at least so many seconds, after one that warms up."""
     call()
     found: list[float] = []
-    while len(found) < _LEAST_CALLS or sum(found) < least:
+    while len(found) < _MIN_CALLS or sum(found) < least:
         start = time.perf_counter()
         call()
         found.append(time.perf_counter() - start)

@@ -47,7 +47,7 @@ def sigmoid_gate_kernel(
     tl.store(target, (value.to(tl.float32) * opened).to(value.dtype), mask=held)
 
 
-_MOST_COLUMNS = 1024
+_MAX_COLUMNS = 1024
 
 
 def _triton(x: Tensor, gate: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def _triton(x: Tensor, gate: Tensor) -> Tensor:
     if not result.numel():
         return result
     rows, gates = (one if one.dim() == 3 else one[:, None] for one in (x, gate))
-    block = min(next_power_of_2(x.shape[-1]), _MOST_COLUMNS)
+    block = min(next_power_of_2(x.shape[-1]), _MAX_COLUMNS)
     warps = max(1, block // 256)
     sizes = (rows.shape[1], x.shape[-1], *rows.stride()[:2], *gates.stride()[:2])
     known = {"SHARED": gate.shape[-1] < x.shape[-1], "BLOCK": block, "num_warps": warps}

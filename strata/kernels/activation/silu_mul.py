@@ -42,7 +42,7 @@ _COLUMNS = 1024
 
 
 @jit
-def rounded_silu(opening):
+def silu_in_float32(opening):
     """silu in float32, rounded to the dtype of what it is of."""
     wide = opening.to(tl.float32)
     return (wide / (1 + tl.exp(-wide))).to(opening.dtype).to(tl.float32)
@@ -54,7 +54,7 @@ def silu_mul_kernel(gate, up, result, gate_stride, up_stride, width, BLOCK: tl.c
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = column < width
     opening = tl.load(gate + row * gate_stride + column, mask=held, other=0.0)
-    silu = rounded_silu(opening)
+    silu = silu_in_float32(opening)
     value = tl.load(up + row * up_stride + column, mask=held, other=0.0).to(tl.float32)
     tl.store(result + row * width + column, (silu * value).to(opening.dtype), mask=held)
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.attention import batch_invariant as attention_fixed
 from strata.kernels.attention import cpu as attention_cpu
 from strata.kernels.attention import cuda as attention_cuda
 from strata.kernels.attention import exact as attention_exact
-from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.attention import mixed as attention_mixed
 from strata.kernels.attention import train as attention_train
 from strata.kernels.attention.spec import AttentionCall
@@ -33,7 +33,7 @@ def _cost(call: AttentionCall, *, workload: Workload) -> Cost:
     heads, dim = call.q.shape[1:]
     pool = call.k if pages is None else pages.keys[call.spec.layer]
     rows = workload.tokens * heads * dim * call.q.element_size()
-    exponent = 1 if pages is not None and pages.is_rounded else 0
+    exponent = 1 if pages is not None and pages.is_quantized else 0
     key_bytes = 2 * keys * pool.shape[-2] * (dim * pool.element_size() + exponent)
     weights = 0 if call.sinks is None else call.sinks.nbytes
     return Cost(4 * heads * dim * pairs, rows + key_bytes + weights, rows, weights, cached=key_bytes)
@@ -93,7 +93,7 @@ def attention(call: AttentionCall) -> Tensor:
 
 def _in_pools(call: AttentionCall) -> bool:
     pages = call.batch.pages
-    return pages is not None and (pages.is_rounded or pages.keys[call.spec.layer].dtype == call.q.dtype)
+    return pages is not None and (pages.is_quantized or pages.keys[call.spec.layer].dtype == call.q.dtype)
 
 
 def _packed(call: AttentionCall) -> bool:
@@ -101,8 +101,8 @@ def _packed(call: AttentionCall) -> bool:
 
 
 attention.implement("tiled", "cpu", supports=_in_pools)(attention_cpu.paged)
-attention.implement("packed", "cpu", differentiable=True, supports=_packed)(attention_train.packed)
-attention.implement("fixed tiles", "cpu", invariant=True)(attention_exact.attend_exact)
+attention.implement("packed", "cpu", differentiable=True, supports=_packed)(attention_train.whole_sequences)
+attention.implement("batch-invariant tiles", "cpu", invariant=True)(attention_exact.attend_exact)
 for _name, _of in (("mixed", attention_mixed), ("triton", attention_cuda)):
     attention.in_triton(_of.attend, _name, supports=_of.supports, kernels=_of.kernels, scratch=_of.scratch)
 attention.in_triton(
@@ -116,4 +116,4 @@ attention.implement("cudnn", "cuda", differentiable=True, supports=attention_tra
     attention_train.dense
 )
 attention.implement("flash", "cuda", differentiable=True, supports=attention_train.supports)(attention_train.flash)
-attention.implement("packed", "cuda", differentiable=True, supports=_packed)(attention_train.packed)
+attention.implement("packed", "cuda", differentiable=True, supports=_packed)(attention_train.whole_sequences)

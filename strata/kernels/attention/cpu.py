@@ -19,7 +19,7 @@ def planned(pages: PagedKV, offsets: Tensor, dtype: torch.dtype, windows: Iterab
     # All layers that keep rows in these pages have the same shapes; the others have none there.
     keys = next(keys for keys in pages.keys if keys.numel())
     tables, used = pages.tables, None
-    if pages.is_rounded:
+    if pages.is_quantized:
         counts = -(-pages.lengths // pages.page_size)
         is_used = torch.arange(tables.shape[1]) < counts[:, None]
         # What stands past a sequence's pages may be any number.

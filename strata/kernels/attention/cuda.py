@@ -1,6 +1,6 @@
 """Attention on CUDA: which Triton kernel runs a batch, and with what grid.
 
-Grids follow from shapes alone, so that a step can be recorded in a CUDA graph.
+Grids follow from shapes alone, so that a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention.softmax_triton import SEGMENT_KEYS, SEGMENTS
-from strata.kernels.attention.spec import AttentionCall, AttentionOperands, AttentionSpec, PackedBatch, pages_of
+from strata.kernels.attention.spec import AttentionBatch, AttentionCall, AttentionOperands, AttentionSpec, pages_of
 from strata.kernels.attention.varlen_triton import LOG2_E, attention_kernel, head_pad, invariant_tile, mixed_tile
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import next_power_of_2
-from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
+from strata.kernels.state.dcp_shard import ALL_KEYS, DcpShard
 
 
 def supports(call: AttentionOperands) -> bool:
@@ -31,7 +31,7 @@ def supports(call: AttentionOperands) -> bool:
     return (
         q.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and head_dim <= 256
-        and q.shape[1] // k.shape[1] <= decode_attention_cuda.MOST_GROUP
+        and q.shape[1] // k.shape[1] <= decode_attention_cuda.MAX_GROUP
         and all(x.stride(-1) == 1 and x.stride(-2) == head_dim for x in sources)
         and (q.dtype == k.dtype == v.dtype if pages is None else pages.holds(spec.layer, q.dtype))
     )
@@ -102,12 +102,12 @@ def prefill(
     k: Tensor,
     v: Tensor,
     starts: Tensor,
-    batch: PackedBatch,
+    batch: AttentionBatch,
     spec: AttentionSpec,
     bounds: Tensor | None = None,
     sinks: Tensor | None = None,
     sums: Tensor | None = None,
-    kept: KeptKeys = ALL_KEYS,
+    kept: DcpShard = ALL_KEYS,
     blocks: SeenBlocks | None = None,
     invariant: bool = False,
 ) -> None:
@@ -117,7 +117,7 @@ def prefill(
     rows, and without pages. bounds: [2] int32, sequences from the first to below the second have such rows; None: any
     may. The other rows of `out` stay as they are. sums: [tokens, heads] float32, takes the logarithms of the sums of
     exponentials. kept: which keys of a sequence the pages hold. blocks: None: all keys are seen. invariant: the bits of
-    a row are those of `fixed_decode_kernel`, too.
+    a row are those of `batch_invariant_decode_kernel`, too.
     """
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from strata.kernels.attention.prompt_keys import gather_prompt_keys
+from strata.kernels.attention.query_chunks import MAX_QUERY_CHUNKS, MAX_TOKENS, QUERIES, QueryChunks
 from strata.kernels.attention.spec import AttentionSpec
-from strata.kernels.attention.virtual_sequences import MAX_TOKENS, QUERIES, VIRTUAL, VirtualSequences
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.state.paged import PagedKV
 
 # That this was measured with, on Hopper.
-_LEAST_CUDNN = 91002
+_MIN_CUDNN = 91002
 _CAPABILITY = 9
 HEAD_DIMS = (64, 128)
-LEAST_PAGE_SIZE = 16
+MIN_PAGE_SIZE = 16
 
 
 def why_no_plan(limits: DeviceLimits, dtype: torch.dtype, head_dim: int, page_size: int) -> str | None:
@@ -35,8 +35,8 @@ def why_no_plan(limits: DeviceLimits, dtype: torch.dtype, head_dim: int, page_si
         return f"it takes no {str(dtype).removeprefix('torch.')}"
     if head_dim not in HEAD_DIMS:
         return f"heads have {head_dim} elements, not {' or '.join(map(str, HEAD_DIMS))}"
-    if page_size < LEAST_PAGE_SIZE:
-        return f"pages have {page_size} tokens, fewer than {LEAST_PAGE_SIZE}"
+    if page_size < MIN_PAGE_SIZE:
+        return f"pages have {page_size} tokens, fewer than {MIN_PAGE_SIZE}"
     if not _is_installed():
         return "nvidia-cudnn-frontend is not installed"
     return None
@@ -78,7 +78,7 @@ QUERY_STARTS, RESULT_STARTS, KEY_STARTS, VALUE_STARTS = range(7, 11)
 
 class Plan:
     """Causal attention of up to VIRTUAL virtual sequences of up to QUERIES queries. Its runs take place one after the
-    other, since they share what it works in, and can be recorded in a CUDA graph."""
+    other, since they share what it works in, and can be captured in a CUDA graph."""
 
     def __init__(self, shape: PlanShape, device: torch.device) -> None:
         """Takes 40 ms, and a second for the first of a kind. Raises what cuDNN does if it cannot run this shape."""
@@ -97,7 +97,7 @@ class Plan:
 
 @cache
 def plan_for(shape: PlanShape, device: torch.device) -> Plan:
-    """The plan of a shape, always the same: recordings that it is part of may outlive whoever asked for it first."""
+    """The plan of a shape, always the same: CUDA graphs that it is part of may outlive whoever asked for it first."""
     return Plan(shape, device)
 
 
@@ -105,10 +105,8 @@ def plan_for(shape: PlanShape, device: torch.device) -> Plan:
 def _handle(device: torch.device) -> Any:
     import cudnn
 
-    if cudnn.backend_version() < _LEAST_CUDNN:
-        raise RuntimeError(
-            f"cuDNN {cudnn.backend_version()} is older than {_LEAST_CUDNN}, with which this was measured"
-        )
+    if cudnn.backend_version() < _MIN_CUDNN:
+        raise RuntimeError(f"cuDNN {cudnn.backend_version()} is older than {_MIN_CUDNN}, with which this was measured")
     with torch.cuda.device(device):
         return cudnn.create_handle()
 
@@ -131,12 +129,12 @@ def _graph(shape: PlanShape, handle: Any) -> Any:
         )
 
     def starts(number: int) -> Any:
-        return integers(number, VIRTUAL + 1)
+        return integers(number, MAX_QUERY_CHUNKS + 1)
 
     def rows(number: int, first: int, heads: int, most: int, row: int) -> Any:
         """Of each virtual sequence so many rows at most, from where it starts."""
         return graph.tensor(
-            dim=[VIRTUAL, heads, most, width],
+            dim=[MAX_QUERY_CHUNKS, heads, most, width],
             stride=[most * row, width, row, 1],
             data_type=vectors,
             uid=number,
@@ -150,8 +148,8 @@ def _graph(shape: PlanShape, handle: Any) -> Any:
         k=rows(KEY, KEY_STARTS, shape.kv_heads, longest, shape.key_row),
         v=rows(VALUE, VALUE_STARTS, shape.kv_heads, longest, shape.value_row),
         use_padding_mask=True,
-        seq_len_q=integers(QUERY_LENGTHS, VIRTUAL),
-        seq_len_kv=integers(KEY_LENGTHS, VIRTUAL),
+        seq_len_q=integers(QUERY_LENGTHS, MAX_QUERY_CHUNKS),
+        seq_len_kv=integers(KEY_LENGTHS, MAX_QUERY_CHUNKS),
         diagonal_alignment=cudnn.diagonal_alignment.BOTTOM_RIGHT,
         diagonal_band_right_bound=0,
         attn_scale=shape.scale,
@@ -159,7 +157,9 @@ def _graph(shape: PlanShape, handle: Any) -> Any:
         name="attention",
     )
     result.set_output(True).set_uid(RESULT).set_data_type(vectors)
-    result.set_dim([VIRTUAL, heads, QUERIES, width]).set_stride([QUERIES * heads * width, width, heads * width, 1])
+    result.set_dim([MAX_QUERY_CHUNKS, heads, QUERIES, width]).set_stride(
+        [QUERIES * heads * width, width, heads * width, 1]
+    )
     result.set_ragged_offset(starts(RESULT_STARTS))
     graph.validate()
     graph.build_operation_graph()
@@ -174,14 +174,16 @@ def takes(pages: PagedKV, spec: AttentionSpec, sinks: Tensor | None) -> bool:
     return spec.window is None and sinks is None and pages.tables.is_contiguous()
 
 
-def lie_as_divided(q: Tensor, k: Tensor, v: Tensor, virtual: VirtualSequences) -> bool:
+def has_planned_strides(q: Tensor, k: Tensor, v: Tensor, virtual: QueryChunks) -> bool:
     """Whether the vectors of one token lie as far from those of the next as where the starts are computed for."""
     rows = virtual.rows
-    return q.stride(0) == rows.queries and (not rows.fresh or (k.stride(0), v.stride(0)) == (rows.keys, rows.values))
+    return q.stride(0) == rows.queries and (
+        not rows.pure_prefill or (k.stride(0), v.stride(0)) == (rows.keys, rows.values)
+    )
 
 
 def attend(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, pages: PagedKV, virtual: VirtualSequences, spec: AttentionSpec
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, pages: PagedKV, virtual: QueryChunks, spec: AttentionSpec
 ) -> None:
     """Into the rows of `out` [tokens, heads, head_dim] that belong to a virtual sequence; the others stay as they are.
 
@@ -189,8 +191,8 @@ def attend(
     behind the last token of a sequence, in the rest of a block of keys, have to be finite; they lie as divided.
     """
     rows = virtual.rows
-    longest = MAX_TOKENS if rows.fresh else pages.tables.shape[-1] * pages.page_size
-    if not rows.fresh:
+    longest = MAX_TOKENS if rows.pure_prefill else pages.tables.shape[-1] * pages.page_size
+    if not rows.pure_prefill:
         k, v = gather_prompt_keys(pages, spec.layer, virtual, longest)
     if q.device.type == "meta":  # where only kernels that Triton compiles are of interest
         return

@@ -11,7 +11,7 @@ from torch import Tensor
 from strata.hardware.roofline import Cost
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention.attention import attention
-from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, PackedBatch, pages_of
+from strata.kernels.attention.spec import AttentionBatch, AttentionSpec, HeadsSpec, pages_of
 from strata.kernels.fused import Run, fused
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.qk_rope_kv_write import HeadsCall, qk_rope_kv_write
@@ -30,7 +30,7 @@ class DecodeCall(NamedTuple):
     k_weight: Tensor | None
     cos: Tensor
     sin: Tensor
-    batch: PackedBatch
+    batch: AttentionBatch
     heads: HeadsSpec
     spec: AttentionSpec
     sinks: Tensor | None = None

@@ -1,6 +1,6 @@
 """Attention of a decode step on CUDA: the grid and the arguments of its kernel.
 
-The grid follows from shapes alone, so that a step can be recorded in a CUDA graph.
+The grid follows from shapes alone, so that a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from strata.kernels.attention.decode_tile import DecodeTile, decode_tile, shape_
 from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.spec import AttentionSpec
 from strata.kernels.device_limits import DeviceLimits
-from strata.kernels.split_counters import MOST_COUNTERS, split_counters
-from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
+from strata.kernels.split_counters import MAX_COUNTERS, split_counters
+from strata.kernels.state.dcp_shard import ALL_KEYS, DcpShard
 from strata.kernels.state.paged import PagedKV
-from strata.kernels.state.rounded_triton import rounding_constants
+from strata.kernels.state.quantized_triton import rounding_constants
 
 # Query heads of a KV head that registers hold beside a tile of keys.
-MOST_GROUP = 32
+MAX_GROUP = 32
 
 
 def fits(pages: PagedKV, heads: int, kv_heads: int, head_dim: int) -> bool:
     """Whether registers hold the tiles, and each KV head of each sequence has a counter."""
-    return head_dim <= 256 and heads // kv_heads <= MOST_GROUP and pages.tables.shape[0] * kv_heads <= MOST_COUNTERS
+    return head_dim <= 256 and heads // kv_heads <= MAX_GROUP and pages.tables.shape[0] * kv_heads <= MAX_COUNTERS
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Unfinished:
 
 def scratch_bytes(
     sequences: int,
-    most_keys: int,
+    max_keys: int,
     heads: int,
     kv_heads: int,
     head_dim: int,
@@ -55,7 +55,7 @@ def scratch_bytes(
 ) -> int:
     """What the splits of decoding sequences wait in, where a sequence may have so many keys. rounded: of pools in 8
     bits. some: see `decode_tile`."""
-    splits = decode_tile(heads, kv_heads, head_dim, dtype, sequences, most_keys, rounded=rounded, some=some).splits
+    splits = decode_tile(heads, kv_heads, head_dim, dtype, sequences, max_keys, rounded=rounded, some=some).splits
     return 4 * sequences * splits * heads * (head_dim + 1)
 
 
@@ -76,11 +76,11 @@ def kernels(
 
 
 def _tile(
-    q: Tensor, heads: int, head_dim: int, kv_heads: int, pages: PagedKV, decodes: int, most_pages: int
+    q: Tensor, heads: int, head_dim: int, kv_heads: int, pages: PagedKV, decodes: int, page_limit: int
 ) -> DecodeTile:
-    most = most_pages * pages.page_size
+    most = page_limit * pages.page_size
     some = pages.parts is not None and pages.parts.decodes is None
-    return decode_tile(heads, kv_heads, head_dim, q.dtype, decodes, most, rounded=pages.is_rounded, some=some)
+    return decode_tile(heads, kv_heads, head_dim, q.dtype, decodes, most, rounded=pages.is_quantized, some=some)
 
 
 def decode(
@@ -94,7 +94,7 @@ def decode(
     out: Tensor | None = None,
     sinks: Tensor | None = None,
     sums: Tensor | None = None,
-    kept: KeptKeys = ALL_KEYS,
+    kept: DcpShard = ALL_KEYS,
 ) -> Tensor:
     """`attention` where row s of the product is the one token of sequence s: -> [sequences, heads, head_dim].
 
@@ -129,7 +129,7 @@ def decode(
         OF_HEADS=tables.dim() == 3,
         RANKS=kept.ranks,
         **constants,
-        **(rounding_constants(keys.dtype) if pages.is_rounded else {}),
+        **(rounding_constants(keys.dtype) if pages.is_quantized else {}),
         num_warps=tile.warps,
         num_stages=tile.stages,
         launch_pdl=early,

@@ -9,12 +9,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from strata.kernels.attention.decode_tile import MOST_SPLITS
+from strata.kernels.attention.decode_tile import MAX_SPLITS
 from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, tl
 
 
 @jit
-def divided_keys(length, rank, splits, least_keys, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, RANKS: tl.constexpr):
+def key_splits(length, rank, splits, min_keys, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, RANKS: tl.constexpr):
     """How the keys of a sequence are divided.
 
     Returns: its tokens of this rank; these, one at least; the first that is seen; the first of its block, with which
@@ -26,7 +26,7 @@ def divided_keys(length, rank, splits, least_keys, WINDOW: tl.constexpr, BLOCK_N
     lowest = tl.maximum(total - WINDOW, 0) if WINDOW > 0 else 0
     begin = lowest // BLOCK_N * BLOCK_N
     # A split has the least keys, or as many whole blocks as let the sequence fit into the splits there are.
-    size = tl.maximum(tl.cdiv(tl.cdiv(total - begin, splits), BLOCK_N) * BLOCK_N, least_keys)
+    size = tl.maximum(tl.cdiv(tl.cdiv(total - begin, splits), BLOCK_N) * BLOCK_N, min_keys)
     return length, total, lowest, begin, size, tl.cdiv(total - begin, size)
 
 
@@ -70,7 +70,7 @@ def join_splits(
     return result / weight[:, None], maximum + tl.log2(weight)
 
 
-@partial(jit, unspecialized=("lengths", "least_keys", "rank", "splits"))
+@partial(jit, unspecialized=("lengths", "min_keys", "rank", "splits"))
 def join_decodes_kernel(
     results,
     scales,
@@ -78,7 +78,7 @@ def join_decodes_kernel(
     sums,
     lengths,
     rank,
-    least_keys,
+    min_keys,
     splits,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
@@ -93,7 +93,7 @@ def join_decodes_kernel(
     head, heads = tl.program_id(0), tl.num_programs(0)
     sequence = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + sequence)
-    _, _, _, _, _, used = divided_keys(length, rank, splits, least_keys, WINDOW, BLOCK_N, RANKS)
+    _, _, _, _, _, used = key_splits(length, rank, splits, min_keys, WINDOW, BLOCK_N, RANKS)
     if EARLY:
         # The product behind may load its weights beside attention, as without this kernel. It waits for all programs
         # here, and each of them for attention: so each has to, whether it joins anything or not.
@@ -120,4 +120,4 @@ def join_decodes_kernel(
 
 def join_constants(head_dim: int) -> dict[str, Any]:
     """Of `join_decodes_kernel`: a thread has 64 of the values that are joined, or 32."""
-    return {"SPLITS": MOST_SPLITS, "num_warps": 8 if head_dim > 128 else 4}
+    return {"SPLITS": MAX_SPLITS, "num_warps": 8 if head_dim > 128 else 4}

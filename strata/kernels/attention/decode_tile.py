@@ -8,7 +8,7 @@ import torch
 
 from strata.kernels.grid_sizes import next_power_of_2
 
-MOST_SPLITS = 64
+MAX_SPLITS = 64
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class DecodeTile:
     def __post_init__(self) -> None:
         if self.split % self.keys or self.splits < 1:
             raise ValueError(f"a split holds whole blocks and a sequence at least one split: {self}")
-        if self.apart and self.splits > MOST_SPLITS:
-            raise ValueError(f"a kernel behind joins at most {MOST_SPLITS} splits: {self}")
+        if self.apart and self.splits > MAX_SPLITS:
+            raise ValueError(f"a kernel behind joins at most {MAX_SPLITS} splits: {self}")
 
     @property
     def has_kernel_behind(self) -> bool:
@@ -52,7 +52,7 @@ _WIDE_PROGRAMS, _PROGRAMS = 528, 512
 # keep each other's processors busy.
 _WIDE_APART, _APART = 4, 2
 # Even where there are many sequences, one may be much longer than the others.
-_LEAST_SPLITS = 4
+_MIN_SPLITS = 4
 # For up to so many sequences: the fewest keys of a split, keys of a block, warps, stages, early. Measured in whole
 # steps on an H200: few sequences have many short splits, of many none is divided if it is not long, because a split
 # costs a join. An early start pays where the kernel ahead leaves room.
@@ -77,7 +77,7 @@ _ROUNDED = (
 
 
 def multiplies_in_float16(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether decodes over pools in 8 bits are multiplied in float16 (`decode_rounded.py`): the kernel's own rule."""
+    """Whether decodes over pools in 8 bits are multiplied in float16 (`decode_quantized.py`): the kernel's own rule."""
     return dtype == torch.bfloat16 and head_dim == next_power_of_2(head_dim) and head_dim >= 64
 
 
@@ -106,7 +106,7 @@ def decode_tile(
         warps = 4  # fewer have no room for keys and values in 8 bits beside what they become
     own = max(1, sequences)
     wanted = _WIDE_PROGRAMS // (own * kv_heads) if wide and not some else _PROGRAMS // own
-    splits = min(MOST_SPLITS, max(_LEAST_SPLITS, wanted), max(1, -(-most // split)))
+    splits = min(MAX_SPLITS, max(_MIN_SPLITS, wanted), max(1, -(-most // split)))
     if dtype == torch.float32:
         return DecodeTile(keys=16, warps=8, stages=2, split=split, splits=splits)
     if head_dim > 128:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from strata.kernels.attention.decode_join import divided_keys, join_splits
-from strata.kernels.attention.decode_rounded import attend_rounded, in_range, joined_columns, load_rounded
+from strata.kernels.attention.decode_join import join_splits, key_splits
+from strata.kernels.attention.decode_quantized import attend_quantized, in_range, joined_columns, load_quantized
 from strata.kernels.attention.softmax_triton import join_sink
 from strata.kernels.norm.norm import inverse_rms, scaled
-from strata.kernels.state.rounded_triton import powers_of, round_rows
+from strata.kernels.state.quantized_triton import powers_of, round_rows
 from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, tl
 
 
@@ -113,7 +113,7 @@ def _attend(
     return largest, weight, result
 
 
-@partial(jit, unspecialized=("lengths", "slots", "tables", "table_stride", "least_keys", "rank"))
+@partial(jit, unspecialized=("lengths", "slots", "tables", "table_stride", "min_keys", "rank"))
 def decode_attention_kernel(
     product,
     keys,
@@ -137,7 +137,7 @@ def decode_attention_kernel(
     width,
     product_stride,
     table_stride,
-    least_keys,
+    min_keys,
     sums,
     rank,
     EARLY: tl.constexpr,
@@ -164,7 +164,7 @@ def decode_attention_kernel(
     program with the last position writes the new key and value; q_weight and k_weight may be None. Otherwise it holds
     queries, and the pages hold all keys. sinks: [heads] or None.
     EARLY: launched before the kernel ahead has ended, which may have written the product and no more.
-    least_keys: of a split, a multiple of BLOCK_N.
+    min_keys: of a split, a multiple of BLOCK_N.
     width: HEAD_DIM, where a division has to round as that of `rms_norm`.
     results [sequences, splits, heads, HEAD_DIM], scales [sequences, splits, heads] float32: what the splits of a
     sequence leave for the last of them, or with JOINED 0 for the kernel behind, normalized, and the logarithm (to the
@@ -172,7 +172,7 @@ def decode_attention_kernel(
     k_exponents, v_exponents: [pages, kv_heads, PAGE_SIZE] of pools in 8 bits, or None. EXPONENT, MANTISSA, IS_INTEGER:
     of such a pool's type, see `rounding_constants`. OF_HEADS: each KV head of a sequence has a block table of its own.
     sums: [sequences, heads] float32, takes the logarithm of each sum of exponentials; None: nobody wants it. RANKS: so
-    many divide the keys of a sequence, and the pages here hold those of number `rank` (`KeptKeys`); not FUSED then.
+    many divide the keys of a sequence, and the pages here hold those of number `rank` (`DcpShard`); not FUSED then.
     """
     FUSED: tl.constexpr = cos is not None
     NORM: tl.constexpr = q_weight is not None
@@ -182,8 +182,8 @@ def decode_attention_kernel(
     kv_heads = tl.num_programs(0)
     splits = tl.num_programs(2)
     heads = kv_heads * GROUP
-    length, total, lowest, begin, size, used = divided_keys(
-        tl.load(lengths + sequence), rank, splits, least_keys, WINDOW, BLOCK_N, RANKS
+    length, total, lowest, begin, size, used = key_splits(
+        tl.load(lengths + sequence), rank, splits, min_keys, WINDOW, BLOCK_N, RANKS
     )
     cached = total - 1 if FUSED else length
     if split >= used:
@@ -274,12 +274,12 @@ def decode_attention_kernel(
             at, marks = _slots(table, start, end, page_stride, PAGE_SIZE, BLOCK_N)
             next_k, next_v = tl.load(k_exponents + marks), tl.load(v_exponents + marks)
             for block in range(start, end, BLOCK_N):
-                block_keys, block_words = load_rounded(keys, words, at, kv_heads, HEAD_DIM)
+                block_keys, block_words = load_quantized(keys, words, at, kv_heads, HEAD_DIM)
                 k_powers, v_powers = next_k, next_v
                 # A block ahead: slots for the pipeline's sake, and exponents, bytes that it does not load.
                 at, marks = _slots(table, block + BLOCK_N, end, page_stride, PAGE_SIZE, BLOCK_N)
                 next_k, next_v = tl.load(k_exponents + marks), tl.load(v_exponents + marks)
-                maximum, weight, unit, quarters = attend_rounded(
+                maximum, weight, unit, quarters = attend_quantized(
                     narrow, back, maximum, weight, unit, quarters, block_keys, block_words, k_powers, v_powers,
                     block, end, lowest, scale, WINDOW, BLOCK_N, IS_INTEGER,
                 )  # fmt: skip

@@ -1,7 +1,7 @@
 """Attention of a step with prompts on CUDA: launches whose grids hold any batch of its size.
 
 The sequences that decode split their keys; then the prompts' rows are computed, by cuDNN or in tiles of the kernel over
-pages. In a recorded step only the device knows which sequences decode (`BatchParts`): there each gets the programs of a
+pages. In a captured step only the device knows which sequences decode (`BatchSplit`): there each gets the programs of a
 decode, of which those for prompts find no keys, and what they leave in the prompts' rows is overwritten. A fresh step
 has none. cuDNN leaves rows of padding as they are.
 """
@@ -19,9 +19,9 @@ from strata.kernels.attention import cuda as attention_cuda
 from strata.kernels.attention import cudnn_prompts
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention.prompt_keys import gather_prompt_keys_kernel, prompt_keys_bytes
+from strata.kernels.attention.query_chunks import QueryChunks, gathered_keys
 from strata.kernels.attention.spec import AttentionCall, AttentionOperands, AttentionSpec, pages_of
 from strata.kernels.attention.varlen_triton import attention_kernel
-from strata.kernels.attention.virtual_sequences import VirtualSequences, gathered_keys
 from strata.kernels.op import CUDNN
 from strata.kernels.state.paged import PagedKV
 
@@ -48,7 +48,7 @@ def prompt_kernels(call: AttentionCall) -> tuple[Any, ...]:
     virtual = _virtual(call)
     if virtual is None:
         return (attention_kernel,)
-    return (CUDNN,) if virtual.rows.fresh else (gather_prompt_keys_kernel, CUDNN)
+    return (CUDNN,) if virtual.rows.pure_prefill else (gather_prompt_keys_kernel, CUDNN)
 
 
 def scratch(call: AttentionCall) -> int:
@@ -56,7 +56,7 @@ def scratch(call: AttentionCall) -> int:
     pages = pages_of(call.batch)
     decodes = attention_cuda.decode_scratch(call, may_decode(pages))
     virtual = _virtual(call)
-    if virtual is None or virtual.rows.fresh:
+    if virtual is None or virtual.rows.pure_prefill:
         return decodes
     row = call.k.shape[1] * call.k.shape[2]
     keys = gathered_keys(pages.tables.shape[-1] * pages.page_size, row)
@@ -70,11 +70,11 @@ def may_decode(pages: PagedKV) -> int:
     return pages.tables.shape[0] if known is None else known
 
 
-def _virtual(call: AttentionCall) -> VirtualSequences | None:
+def _virtual(call: AttentionCall) -> QueryChunks | None:
     """The prompts as cuDNN attends for them; None if the kernel over pages does."""
     pages = pages_of(call.batch)
     assert pages.parts is not None
-    return pages.parts.virtual if cudnn_prompts.takes(pages, call.spec, call.sinks) else None
+    return pages.parts.query_chunks if cudnn_prompts.takes(pages, call.spec, call.sinks) else None
 
 
 def _decode(out: Tensor, q: Tensor, pages: PagedKV, spec: AttentionSpec, sinks: Tensor | None) -> None:
@@ -94,7 +94,7 @@ def attend(call: AttentionCall, decode: Callable[..., None] = _decode) -> Tensor
         decodes = replace(pages, tables=pages.tables[rows], lengths=parts.decode_lengths[rows])
         decode(out=out[rows], q=q[rows], pages=decodes, spec=spec, sinks=sinks)
     virtual = _virtual(call)
-    if virtual is None or not cudnn_prompts.lie_as_divided(q, k, v, virtual):
+    if virtual is None or not cudnn_prompts.has_planned_strides(q, k, v, virtual):
         attention_cuda.prefill(out, q, k, v, parts.starts, batch, spec, parts.bounds, sinks)
     else:
         cudnn_prompts.attend(out, q, k, v, pages, virtual, spec)

@@ -21,17 +21,17 @@ from strata.kernels.plain_tensor import all_plain
 
 
 @dataclass(frozen=True)
-class Part:
+class VisibleKeys:
     """Which keys the queries of each sequence see: all that are given of it or, causal, the first n to the n-th query.
 
     q_offsets, k_offsets: [sequences + 1] int32, where the queries and the keys of each sequence begin. Each has some of
-    both, and as many if causal. most_queries, most_keys: of a sequence.
+    both, and as many if causal. max_queries, max_keys: of a sequence.
     """
 
     q_offsets: Tensor
     k_offsets: Tensor
-    most_queries: int
-    most_keys: int
+    max_queries: int
+    max_keys: int
     causal: bool
 
     def sequences(self) -> Iterator[tuple[slice, slice]]:
@@ -46,18 +46,18 @@ class Part:
         return sum(new * (new + 1) // 2 if self.causal else new * total for new, total in each)
 
 
-class PartCall(NamedTuple):
+class PartialCall(NamedTuple):
     """The operands of `partial_attention`. q: [queries, heads, head_dim]; k, v: [keys, kv_heads, head_dim], which are
     given of each sequence."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    part: Part
+    part: VisibleKeys
     scale: float
 
 
-class PartGradientsCall(NamedTuple):
+class PartialGradientsCall(NamedTuple):
     """The operands of `partial_attention_gradients`. slope: the gradient of out. out, sums: those of all parts joined.
     Others: of the call of `partial_attention`."""
 
@@ -67,11 +67,11 @@ class PartGradientsCall(NamedTuple):
     v: Tensor
     out: Tensor
     sums: Tensor
-    part: Part
+    part: VisibleKeys
     scale: float
 
 
-def _cost(call: PartCall, *, workload: Workload) -> Cost:
+def _cost(call: PartialCall, *, workload: Workload) -> Cost:
     q, k, v, part, _ = call
     offsets = part.q_offsets.nbytes + part.k_offsets.nbytes
     flops = 4 * part.pairs(workload) * q.shape[1] * q.shape[2]
@@ -79,14 +79,14 @@ def _cost(call: PartCall, *, workload: Workload) -> Cost:
     return Cost(flops, q.nbytes + k.nbytes + v.nbytes + offsets, q.nbytes + sums)
 
 
-def _meta(call: PartCall) -> tuple[Tensor, Tensor]:
+def _meta(call: PartialCall) -> tuple[Tensor, Tensor]:
     q = call.q
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape, device="meta"), q.new_empty(q.shape[:2], dtype=wide, device="meta")
 
 
-@operation(_cost, operands=PartCall, meta=_meta)
-def partial_attention(call: PartCall) -> tuple[Tensor, Tensor]:
+@operation(_cost, operands=PartialCall, meta=_meta)
+def partial_attention(call: PartialCall) -> tuple[Tensor, Tensor]:
     """Attention of each sequence's queries to the keys that are given of it.
 
     Returns the softmax's average of v in q's dtype and shape, and the log of the sum of the exponentials of each
@@ -105,7 +105,7 @@ def partial_attention(call: PartCall) -> tuple[Tensor, Tensor]:
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-def _gradients_cost(call: PartGradientsCall, *, workload: Workload) -> Cost:
+def _gradients_cost(call: PartialGradientsCall, *, workload: Workload) -> Cost:
     *vectors, part, _ = call
     q, k, v = call.q, call.k, call.v
     # Scores and four more products.
@@ -114,13 +114,13 @@ def _gradients_cost(call: PartGradientsCall, *, workload: Workload) -> Cost:
     return Cost(flops, read, q.nbytes + k.nbytes + v.nbytes)
 
 
-def _gradients_meta(call: PartGradientsCall) -> Gradients:
+def _gradients_meta(call: PartialGradientsCall) -> Gradients:
     of_q, of_k, of_v = (one.new_empty(one.shape, device="meta") for one in (call.q, call.k, call.v))
     return of_q, of_k, of_v
 
 
-@operation(_gradients_cost, operands=PartGradientsCall, meta=_gradients_meta)
-def partial_attention_gradients(call: PartGradientsCall) -> Gradients:
+@operation(_gradients_cost, operands=PartialGradientsCall, meta=_gradients_meta)
+def partial_attention_gradients(call: PartialGradientsCall) -> Gradients:
     """What the keys of a call of `partial_attention` add to the gradients of q, k and v, in their dtypes."""
     slope, q, k, v, out, sums, part, scale = call
     of_q, of_k, of_v = (torch.empty_like(one) for one in (q, k, v))
@@ -153,13 +153,13 @@ def _grouped(x: Tensor, kv_heads: int) -> Tensor:
     return grouped
 
 
-def _fits(call: PartCall | PartGradientsCall) -> bool:
+def _fits(call: PartialCall | PartialGradientsCall) -> bool:
     q = call.q
     narrow = q.dtype in (torch.bfloat16, torch.float16)
     return narrow and q.shape[2] % 8 == 0 and q.shape[2] <= 256 and all_plain(q, call.k, call.v)
 
 
-def _fits_dense(call: PartCall | PartGradientsCall) -> bool:
+def _fits_dense(call: PartialCall | PartialGradientsCall) -> bool:
     """Whether all sequences have as many queries, and as many keys: so many rows cannot be divided otherwise.
 
     Only lengths that recur, and no deterministic run, as `strata.kernels.attention.train` says.
@@ -169,15 +169,15 @@ def _fits_dense(call: PartCall | PartGradientsCall) -> bool:
     return (
         _fits(call)
         and q.shape[2] <= 128
-        and sequences * part.most_queries == q.shape[0] > 0
-        and sequences * part.most_keys == k.shape[0] > 0
-        and part.most_queries % DENSE_MULTIPLE == part.most_keys % DENSE_MULTIPLE == 0
+        and sequences * part.max_queries == q.shape[0] > 0
+        and sequences * part.max_keys == k.shape[0] > 0
+        and part.max_queries % DENSE_MULTIPLE == part.max_keys % DENSE_MULTIPLE == 0
         and not torch.are_deterministic_algorithms_enabled()
     )
 
 
 @partial_attention.implement("cudnn", "cuda", supports=_fits_dense)
-def _cudnn(call: PartCall) -> tuple[Tensor, Tensor]:
+def _cudnn(call: PartialCall) -> tuple[Tensor, Tensor]:
     *vectors, part, scale = call
     out, sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *_batched(part, *vectors), None, True, 0.0, part.causal, False, scale=scale
@@ -187,12 +187,12 @@ def _cudnn(call: PartCall) -> tuple[Tensor, Tensor]:
 
 
 @partial_attention_gradients.implement("cudnn", "cuda", supports=_fits_dense)
-def _cudnn_gradients(call: PartGradientsCall) -> Gradients:
+def _cudnn_gradients(call: PartialGradientsCall) -> Gradients:
     slope, q, k, v, out, sums, part, scale = call
     *vectors, totals = _batched(part, slope, q, k, v, out, sums[..., None])
     # Nothing is dropped out, so no generator's state is read; no bias, and no offsets of sequences of other lengths.
     state, absent = torch.empty((), dtype=torch.int64, device=q.device), (None, None, None)
-    lengths = part.most_queries, part.most_keys
+    lengths = part.max_queries, part.max_keys
     of_q, of_k, of_v = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         *vectors, totals.contiguous(), state, state, *absent, *lengths, 0.0, part.causal, scale=scale
     )
@@ -200,7 +200,7 @@ def _cudnn_gradients(call: PartGradientsCall) -> Gradients:
     return of_q, of_k, of_v
 
 
-def _batched(part: Part, *tensors: Tensor) -> list[Tensor]:
+def _batched(part: VisibleKeys, *tensors: Tensor) -> list[Tensor]:
     """[rows, heads, width] -> [sequences, heads, length, width]."""
     return [one.unflatten(0, (part.q_offsets.shape[0] - 1, -1)).transpose(1, 2) for one in tensors]
 
@@ -211,14 +211,14 @@ def _packed(*tensors: Tensor) -> list[Tensor]:
 
 
 @partial_attention.implement("flash", "cuda", supports=_fits)
-def _flash(call: PartCall) -> tuple[Tensor, Tensor]:
+def _flash(call: PartialCall) -> tuple[Tensor, Tensor]:
     q, k, v, part, scale = call
     out, sums, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *_said_to_library(part), False, scale=scale)
     return out, sums.t()
 
 
 @partial_attention_gradients.implement("flash", "cuda", supports=_fits)
-def _flash_gradients(call: PartGradientsCall) -> Gradients:
+def _flash_gradients(call: PartialGradientsCall) -> Gradients:
     slope, q, k, v, out, sums, part, scale = call
     # Nothing is dropped out, so no generator's state is read.
     state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
@@ -227,6 +227,6 @@ def _flash_gradients(call: PartGradientsCall) -> Gradients:
     return of_q, of_k, of_v
 
 
-def _said_to_library(part: Part) -> tuple[Tensor, Tensor, int, int, float, bool]:
+def _said_to_library(part: VisibleKeys) -> tuple[Tensor, Tensor, int, int, float, bool]:
     """Its arguments from the offsets on, with no dropout."""
-    return part.q_offsets, part.k_offsets, part.most_queries, part.most_keys, 0.0, part.causal
+    return part.q_offsets, part.k_offsets, part.max_queries, part.max_keys, 0.0, part.causal

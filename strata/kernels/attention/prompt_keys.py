@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import Tensor
 
-from strata.kernels.attention.virtual_sequences import KEY_BLOCK, MAX_PROMPTS, VirtualSequences, gathered_keys
+from strata.kernels.attention.query_chunks import KEY_BLOCK, MAX_PROMPTS, QueryChunks, gathered_keys
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.triton_import import jit, tl
 
@@ -27,7 +27,7 @@ def prompt_keys_bytes(keys: int, row: int, itemsize: int) -> int:
 
 
 # What stands in a step's buffer begins at any address.
-@partial(jit, unspecialized=("tables", "lengths", "most_pages"))
+@partial(jit, unspecialized=("tables", "lengths", "page_limit"))
 def gather_prompt_keys_kernel(
     keys,
     values,
@@ -37,7 +37,7 @@ def gather_prompt_keys_kernel(
     sequences,
     out_keys,
     out_values,
-    most_pages,
+    page_limit,
     ROW: tl.constexpr,
     COLUMNS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -58,7 +58,7 @@ def gather_prompt_keys_kernel(
         token = piece * PIECE - tl.max(tl.where(before, end, 0), 0) * KEY_BLOCK
         length = tl.load(lengths + sequence)
         held = token < length
-        page = tl.load(tables + sequence.to(tl.int64) * most_pages + token // PAGE_SIZE, mask=held, other=0)
+        page = tl.load(tables + sequence.to(tl.int64) * page_limit + token // PAGE_SIZE, mask=held, other=0)
         row = tl.arange(0, PIECE)[:, None]
         source = (page.to(tl.int64) * PAGE_SIZE + token % PAGE_SIZE) * ROW
         target = piece.to(tl.int64) * PIECE * ROW
@@ -74,7 +74,7 @@ def gather_prompt_keys_kernel(
         piece += tl.num_programs(0)
 
 
-def gather_prompt_keys(pages: PagedKV, layer: int, virtual: VirtualSequences, longest: int) -> tuple[Tensor, Tensor]:
+def gather_prompt_keys(pages: PagedKV, layer: int, virtual: QueryChunks, longest: int) -> tuple[Tensor, Tensor]:
     """Keys and values of a layer, [`gathered_keys` rows, kv_heads, head_dim], where `virtual` says that they begin; the
     rows behind the last prompt are not written. longest: tokens that a sequence may have."""
     keys, values = pages.keys[layer], pages.values[layer]
@@ -100,7 +100,7 @@ def gather_prompt_keys(pages: PagedKV, layer: int, virtual: VirtualSequences, lo
     return found[0], found[1]
 
 
-def reference(pages: PagedKV, layer: int, virtual: VirtualSequences, longest: int) -> tuple[Tensor, Tensor]:
+def reference(pages: PagedKV, layer: int, virtual: QueryChunks, longest: int) -> tuple[Tensor, Tensor]:
     """The same by torch, all rows of the result written."""
     keys, values = pages.keys[layer], pages.values[layer]
     size, page_size = gathered_keys(longest, keys.shape[2] * keys.shape[3]), pages.page_size

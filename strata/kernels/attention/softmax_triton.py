@@ -8,7 +8,7 @@ its own, which are joined one by one, from the first on.
 
 from __future__ import annotations
 
-from strata.kernels.state.rounded_triton import exponent_at, powers_of
+from strata.kernels.state.quantized_triton import exponent_at, powers_of
 from strata.kernels.triton_import import jit, tl
 
 # Keys of a segment, and after how many segments their size doubles; see `segment_start`.

@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from strata.kernels.state.kept_keys import KeptKeys
+from strata.kernels.state.dcp_shard import DcpShard
 from strata.kernels.state.paged import PagedKV
 
 
@@ -38,7 +38,7 @@ class HeadsSpec(NamedTuple):
     eps: float = 0.0
 
 
-class PackedBatch(Protocol):
+class AttentionBatch(Protocol):
     """The sequences of a step, as a `Batch` has them.
 
     offsets: [sequences + 1] int32, where each one's tokens begin. longest: the most tokens of one. pages: where earlier
@@ -55,7 +55,7 @@ class PackedBatch(Protocol):
     def pages(self) -> PagedKV | None: ...
 
 
-def pages_of(batch: PackedBatch) -> PagedKV:
+def pages_of(batch: AttentionBatch) -> PagedKV:
     """Those of a batch that has some."""
     assert batch.pages is not None
     return batch.pages
@@ -76,13 +76,13 @@ class AttentionCall(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    batch: PackedBatch
+    batch: AttentionBatch
     spec: AttentionSpec
     sinks: Tensor | None = None
 
 
-class KeptCall(NamedTuple):
-    """The operands of `kept_attention`.
+class DcpCall(NamedTuple):
+    """The operands of `dcp_attention`.
 
     q: [tokens, heads, head_dim], the heads of all ranks that divide these keys; k, v: [tokens, kv_heads, head_dim], of
     which the pages have what is kept here.
@@ -93,9 +93,9 @@ class KeptCall(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    batch: PackedBatch
+    batch: AttentionBatch
     spec: AttentionSpec
-    kept: KeptKeys
+    kept: DcpShard
 
 
 Choice = TypeVar("Choice")
@@ -107,7 +107,7 @@ class SparseCall(NamedTuple, Generic[Choice]):
     q: Tensor
     k: Tensor
     v: Tensor
-    batch: PackedBatch
+    batch: AttentionBatch
     spec: AttentionSpec
     choice: Choice
     sinks: Tensor | None = None
@@ -119,7 +119,7 @@ class SparseCall(NamedTuple, Generic[Choice]):
 
 
 class Sequences(NamedTuple):
-    """A `PackedBatch` that is nothing more: a part of one."""
+    """A `AttentionBatch` that is nothing more: a part of one."""
 
     offsets: Tensor
     longest: int
@@ -127,4 +127,4 @@ class Sequences(NamedTuple):
 
 
 # What operations that the kernels over pages run are called with: the first five of six operands are the same.
-AttentionOperands = AttentionCall | KeptCall
+AttentionOperands = AttentionCall | DcpCall

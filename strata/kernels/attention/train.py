@@ -84,7 +84,7 @@ def dense(call: AttentionCall) -> Tensor:
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def packed(call: AttentionCall) -> Tensor:
+def whole_sequences(call: AttentionCall) -> Tensor:
     """Sequences that stand whole in the batch, one library call each. Differentiable, on any device."""
     q, k, v, batch, spec, sinks = call
     offsets, scale, window = batch.offsets, spec.scale, spec.window

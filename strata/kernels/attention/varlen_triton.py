@@ -78,9 +78,9 @@ def attention_kernel(
     packed like q from starts on, and lengths and tables are not read. sinks: [heads] or None. k_exponents, v_exponents:
     [pages, kv_heads, PAGE_SIZE] of pools in 8 bits, or None. sums: [tokens, heads] float32, takes the logarithm of each
     query's sum of exponentials; None: nobody wants it. RANKS: so many divide the keys of a sequence, and the pages here
-    hold those of number `rank` (`KeptKeys`); then there is no window.
+    hold those of number `rank` (`DcpShard`); then there is no window.
     BLOCK: keys of a block of which only some are seen, 0: all are. kept [kv_heads, lists, blocks] and counts [kv_heads,
-    lists]: of `kept_blocks_kernel`, for blocks of queries of which tiles are parts.
+    lists]: of `chosen_blocks_kernel`, for blocks of queries of which tiles are parts.
     SEGMENTS: of `segment_start`, batch-invariant attention; 0: one softmax over all keys. The first sequence's queries
     begin the tiles then, whatever starts[0] is.
     """

@@ -70,7 +70,7 @@ def pack_heads(mixed: Tensor, sums: Tensor, ranks: int) -> Tensor:
     return packed
 
 
-def join_packed(packed: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+def unpack_heads(packed: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """What has come from each rank, as `pack_heads` made it there -> [tokens, heads of this rank, dim] in `dtype`."""
     ranks, tokens, width = packed.shape
     own = width // (dim + 1)

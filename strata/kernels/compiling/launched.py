@@ -90,7 +90,7 @@ def _grids(call: Callable[[], object]) -> list[tuple[Any, tuple[int, ...]]]:
         return kernel
 
     def passing(*_: object) -> None:
-        """There is a hook, so that no kernel is launched past Triton (`strata.kernels.held_launch`)."""
+        """There is a hook, so that no kernel is launched past Triton (`strata.kernels.cached_launch`)."""
 
     JITFunction.run = seen
     knobs.runtime.launch_enter_hook.add(passing)

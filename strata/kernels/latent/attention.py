@@ -86,7 +86,7 @@ def _expanded(call: LatentCall) -> Tensor:
 
 latent_attention.implement("by sequence", "cpu", supports=latent_cpu.supports)(latent_cpu.paged)
 latent_attention.implement("expanded", "cpu", differentiable=True, supports=_packed)(_expanded)
-latent_attention.implement("fixed tiles", "cpu", invariant=True)(latent_cpu.fixed_tiles)
+latent_attention.implement("batch-invariant tiles", "cpu", invariant=True)(latent_cpu.batch_invariant_tiles)
 latent_attention.in_triton(
     expanded_cuda.attend,
     PROMPTS_EXPANDED,
@@ -102,7 +102,7 @@ latent_attention.in_triton(
     scratch=latent_cuda.scratch,
 )
 latent_attention.in_triton(
-    latent_cuda.attend_fixed,
+    latent_cuda.attend_batch_invariant,
     "triton fixed",
     invariant=True,
     supports=latent_cuda.supports,

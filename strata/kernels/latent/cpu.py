@@ -12,9 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from strata.kernels.attention import cpu as attention_cpu
 from strata.kernels.attention.cpu_plan import QUERY_ROWS
 from strata.kernels.attention.exact import attend_exact
-from strata.kernels.attention.spec import AttentionCall, PackedBatch, Sequences
+from strata.kernels.attention.spec import AttentionBatch, AttentionCall, Sequences
 from strata.kernels.latent.forms import Dims, LatentCall, alike, by_head, expanded
-from strata.kernels.linear.fixed import buffered_linear
+from strata.kernels.linear.batch_invariant import buffered_linear
 from strata.kernels.state.paged import PagedKV
 
 # Keys and values of some heads of one sequence that are made at a time.
@@ -58,7 +58,7 @@ def _blocks_of_heads(dims: Dims, total: int, itemsize: int) -> list[slice]:
     return [slice(first, min(first + count, dims.heads)) for first in range(0, dims.heads, count)]
 
 
-def _some(batch: PackedBatch, pages: PagedKV, sequences: list[int], new: list[int]) -> Sequences:
+def _some(batch: AttentionBatch, pages: PagedKV, sequences: list[int], new: list[int]) -> Sequences:
     """These sequences alone."""
     index = torch.tensor(sequences)
     some = replace(pages, tables=pages.tables[index], lengths=pages.lengths[index], plan=None, index=None)
@@ -98,7 +98,7 @@ def _absorbed(call: LatentCall) -> Tensor:
     return torch.einsum("thr,hvr->thv", mixed[..., : dims.rank], values)
 
 
-def fixed_tiles(call: LatentCall) -> Tensor:
+def batch_invariant_tiles(call: LatentCall) -> Tensor:
     """Always absorbed, with products whose shape never changes: bits do not depend on the batch or on chunks."""
     q, row, weight, batch, spec = call
     dims = call.dims
@@ -114,6 +114,6 @@ def _by_head(x: Tensor, weight: Tensor) -> Tensor:
     return torch.stack([buffered_linear(x[:, head], own) for head, own in enumerate(weight)], 1)
 
 
-def _rows_as_values(batch: PackedBatch) -> Sequences:
+def _rows_as_values(batch: AttentionBatch) -> Sequences:
     pages = batch.pages
     return Sequences(batch.offsets, batch.longest, None if pages is None else replace(pages, values=pages.keys))

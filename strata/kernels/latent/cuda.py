@@ -1,5 +1,5 @@
 """Latent attention over pages on CUDA with absorbed queries: grids follow from shapes alone, so that a step can
-be recorded in a CUDA graph, and which sequences are prompts only the device knows there.
+be captured in a CUDA graph, and which sequences are prompts only the device knows there.
 
 `LatentTile`: how the kernels divide their work. Decodes of up to 16 heads were measured on an H200
 (`python -m benchmarks.latent.decodes --tiles`), all else was chosen by what registers and shared memory of a Hopper
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch, pages_of
+from strata.kernels.attention.spec import AttentionBatch, AttentionSpec, pages_of
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
-from strata.kernels.latent.forms import Dims, KeptLatentCall, LatentCall, by_head
+from strata.kernels.latent.forms import DcpLatentCall, Dims, LatentCall, by_head
 from strata.kernels.latent.kernels_triton import (
     head_product,
     head_product_kernel,
@@ -26,15 +26,15 @@ from strata.kernels.latent.kernels_triton import (
     latent_prompt_kernel,
 )
 from strata.kernels.op import CUBLAS
-from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
+from strata.kernels.state.dcp_shard import ALL_KEYS, DcpShard
 from strata.kernels.state.paged import PagedKV
 
 _PROCESSORS = 132
 # A program needs much of a multiprocessor's memory, so more than two for each find no place.
 _PROGRAMS = 2 * _PROCESSORS
-_MOST_SPLITS = 64
+_MAX_SPLITS = 64
 # Even where there are many sequences, one may be much longer than the others.
-_LEAST_SPLITS = 4
+_MIN_SPLITS = 4
 _SPLIT_ROWS = 256
 
 
@@ -70,8 +70,8 @@ def decode_tile(heads: int, rank: int, dtype: torch.dtype, sequences: int, most:
     if dtype == torch.float32:
         together = 16
     programs = max(1, sequences) * ceil_div(heads, together)
-    wanted = max(_LEAST_SPLITS, _PROGRAMS // programs)
-    splits = max(1, min(_MOST_SPLITS, wanted, ceil_div(most, _SPLIT_ROWS)))
+    wanted = max(_MIN_SPLITS, _PROGRAMS // programs)
+    splits = max(1, min(_MAX_SPLITS, wanted, ceil_div(most, _SPLIT_ROWS)))
     if dtype == torch.float32:
         return LatentTile(together, together, 16, 8, 1, _SPLIT_ROWS, splits)
     if together > 16:
@@ -112,7 +112,7 @@ class LatentStep(NamedTuple):
     begin: bool = False
 
     @staticmethod
-    def of(q: Tensor, batch: PackedBatch) -> LatentStep:
+    def of(q: Tensor, batch: AttentionBatch) -> LatentStep:
         pages = pages_of(batch)
         sequences, parts = pages.tables.shape[0], pages.parts
         if batch.longest == 1 and q.shape[0] == sequences:
@@ -129,7 +129,7 @@ class LatentStep(NamedTuple):
         return (*decode, latent_prompt_kernel) if self.starts is not None and prompts else decode
 
 
-def reads_rows(q: Tensor, row: Tensor, rank: int, batch: PackedBatch, spec: AttentionSpec) -> bool:
+def reads_rows(q: Tensor, row: Tensor, rank: int, batch: AttentionBatch, spec: AttentionSpec) -> bool:
     """Whether kernels take such queries and pages: registers hold 512 columns of a tile's results."""
     pages = batch.pages
     return (
@@ -186,7 +186,7 @@ def in_latents(q: Tensor, call: LatentCall, split: LatentStep, *, continued: boo
     return mixed, values
 
 
-def attend_fixed(call: LatentCall) -> Tensor:
+def attend_batch_invariant(call: LatentCall) -> Tensor:
     """All sequences as prompts are: a decode has the bits that it would have at the end of one."""
     q, _, weight, batch, spec = call
     dims, pages = call.dims, call.pages
@@ -197,20 +197,20 @@ def attend_fixed(call: LatentCall) -> Tensor:
     return head_product(out, values)
 
 
-def dcp_supports(call: KeptLatentCall) -> bool:
+def dcp_supports(call: DcpLatentCall) -> bool:
     return reads_rows(call.q, call.row, call.rank, call.batch, call.spec)
 
 
-def dcp_kernels(call: KeptLatentCall) -> tuple[Any, ...]:
+def dcp_kernels(call: DcpLatentCall) -> tuple[Any, ...]:
     return LatentStep.of(call.q, call.batch).kernels()
 
 
-def dcp_scratch(call: KeptLatentCall) -> int:
+def dcp_scratch(call: DcpLatentCall) -> int:
     """What the splits of decodes wait in."""
     return splits_bytes(LatentStep.of(call.q, call.batch).decodes, call.q, call.pages, call.rank)
 
 
-def attend_dcp(call: KeptLatentCall) -> tuple[Tensor, Tensor]:
+def attend_dcp(call: DcpLatentCall) -> tuple[Tensor, Tensor]:
     """`attend` to the rows that a rank keeps, with the sums of exponentials."""
     q, row, batch, spec, kept, rank = call
     # What has a position stands behind the rest of a query.
@@ -225,12 +225,12 @@ def absorbed(
     out: Tensor,
     latent: Tensor,
     q: Tensor,
-    batch: PackedBatch,
+    batch: AttentionBatch,
     spec: AttentionSpec,
     dims: Dims,
     split: LatentStep,
     sums: Tensor | None = None,
-    kept: KeptKeys = ALL_KEYS,
+    kept: DcpShard = ALL_KEYS,
     *,
     continued: bool = False,
 ) -> None:
@@ -251,7 +251,7 @@ def decode(
     spec: AttentionSpec,
     dims: Dims,
     sums: Tensor | None = None,
-    kept: KeptKeys = ALL_KEYS,
+    kept: DcpShard = ALL_KEYS,
     tile: LatentTile | None = None,
 ) -> None:
     """Of the first sequences, of which each decodes or has length 0, the weighted sums of latents, into out [tokens,
@@ -282,14 +282,14 @@ def prompts(
     out: Tensor,
     latent: Tensor,
     q: Tensor,
-    batch: PackedBatch,
+    batch: AttentionBatch,
     pages: PagedKV,
     spec: AttentionSpec,
     dims: Dims,
     starts: Tensor,
     bounds: Tensor | None,
     sums: Tensor | None = None,
-    kept: KeptKeys = ALL_KEYS,
+    kept: DcpShard = ALL_KEYS,
     *,
     continued: bool = False,
 ) -> None:

@@ -1,7 +1,7 @@
 """Latent attention over pages on CUDA in steps with prompts: those that begin in the step, which stand whole in it,
 attend to keys and values of each head, made by one product of the step's rows.
 
-The others, decodes and prompts with tokens from before, are absorbed. In a recorded step only the device knows which
+The others, decodes and prompts with tokens from before, are absorbed. In a captured step only the device knows which
 are which, so both forms are launched for any batch of its size: the kernel of each leaves the other's sequences as they
 are.
 """
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch
+from strata.kernels.attention.spec import AttentionBatch, AttentionSpec
 from strata.kernels.attention.varlen_triton import Tile
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.latent import cuda as latent_cuda
@@ -78,7 +78,7 @@ def expanded_prompts(
     q: Tensor,
     made: Tensor,
     row: Tensor,
-    batch: PackedBatch,
+    batch: AttentionBatch,
     pages: PagedKV,
     spec: AttentionSpec,
     dims: Dims,

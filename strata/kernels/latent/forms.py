@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch, pages_of
-from strata.kernels.state.kept_keys import KeptKeys
+from strata.kernels.attention.spec import AttentionBatch, AttentionSpec, pages_of
+from strata.kernels.state.dcp_shard import DcpShard
 from strata.kernels.state.paged import PagedKV
 
 
@@ -65,7 +65,7 @@ class LatentCall(NamedTuple):
     q: Tensor
     row: Tensor
     weight: Tensor
-    batch: PackedBatch
+    batch: AttentionBatch
     spec: AttentionSpec
 
     @property
@@ -77,15 +77,15 @@ class LatentCall(NamedTuple):
         return pages_of(self.batch)
 
 
-class KeptLatentCall(NamedTuple):
-    """The operands of `kept_latent_attention`. q: [tokens, heads, rank + rope] of `absorb_queries`, the heads of all
+class DcpLatentCall(NamedTuple):
+    """The operands of `dcp_latent_attention`. q: [tokens, heads, rank + rope] of `absorb_queries`, the heads of all
     ranks that divide the rows; row: [tokens, rank + rope], of which the pages have what is kept here."""
 
     q: Tensor
     row: Tensor
-    batch: PackedBatch
+    batch: AttentionBatch
     spec: AttentionSpec
-    kept: KeptKeys
+    kept: DcpShard
     rank: int
 
     @property

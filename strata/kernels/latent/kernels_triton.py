@@ -118,7 +118,7 @@ def latent_prompt_kernel(
     latent: the queries in the space of the latent; out: the weighted sums of latents.
     A query's sum goes over blocks that begin at multiples of BLOCK_N, so its bits depend on its sequence alone.
     sums: [tokens, HEADS] float32, takes the logarithm of each query's sum of exponentials; None: nobody wants it.
-    KEY_RANKS: so many divide the rows of a sequence, and the pages here hold those of number `key_rank` (`KeptKeys`).
+    KEY_RANKS: so many divide the rows of a sequence, and the pages here hold those of number `key_rank` (`DcpShard`).
     """
     # The tiles that see most come last in a sequence and start first.
     HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -175,13 +175,13 @@ def _rows_here(length, key_rank, KEY_RANKS: tl.constexpr):
 
 
 @jit
-def _division(length, splits, least_rows, BLOCK_N: tl.constexpr):
-    """Rows of a split, whole blocks, and how many splits a sequence has: at least `least_rows` each."""
-    size = tl.maximum(tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N, least_rows)
+def _division(length, splits, min_rows, BLOCK_N: tl.constexpr):
+    """Rows of a split, whole blocks, and how many splits a sequence has: at least `min_rows` each."""
+    size = tl.maximum(tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N, min_rows)
     return size, tl.cdiv(length, size)
 
 
-@partial(jit, unspecialized=("lengths", "tables", "table_stride", "least_rows", "key_rank"))
+@partial(jit, unspecialized=("lengths", "tables", "table_stride", "min_rows", "key_rank"))
 def latent_decode_kernel(
     latent,
     q,
@@ -197,7 +197,7 @@ def latent_decode_kernel(
     q_token,
     q_head,
     table_stride,
-    least_rows,
+    min_rows,
     key_rank,
     KEY_RANKS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -213,14 +213,14 @@ def latent_decode_kernel(
     rows.
 
     results [sequences, splits, HEADS, RANK], scales [sequences, splits, HEADS] float32: weighted means of latents and
-    the logarithms (to the base two) of their weights. least_rows: of a split, a multiple of BLOCK_N. key_rank,
+    the logarithms (to the base two) of their weights. min_rows: of a split, a multiple of BLOCK_N. key_rank,
     KEY_RANKS: as for `latent_prompt_kernel`.
     """
     sequence = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     splits = tl.num_programs(2)
     length = _rows_here(tl.load(lengths + sequence), key_rank, KEY_RANKS)
-    size, used = _division(length, splits, least_rows, BLOCK_N)
+    size, used = _division(length, splits, min_rows, BLOCK_N)
     if split >= used:
         return
     head = (tl.program_id(0) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
@@ -249,14 +249,14 @@ def latent_decode_kernel(
     tl.store(scales + part, maximum + tl.log2(weight), mask=held)
 
 
-@partial(jit, unspecialized=("lengths", "splits", "least_rows", "key_rank"))
+@partial(jit, unspecialized=("lengths", "splits", "min_rows", "key_rank"))
 def latent_join_kernel(
     results,
     scales,
     out,
     lengths,
     splits,
-    least_rows,
+    min_rows,
     out_token,
     out_head,
     sums,
@@ -272,7 +272,7 @@ def latent_join_kernel(
     head = tl.program_id(0).to(tl.int64)
     sequence = tl.program_id(1).to(tl.int64)
     length = _rows_here(tl.load(lengths + sequence), key_rank, KEY_RANKS)
-    _, used = _division(length, splits, least_rows, BLOCK_N)
+    _, used = _division(length, splits, min_rows, BLOCK_N)
     column = tl.arange(0, RANK_PAD)
     maximum = float("-inf")
     weight = 0.0

@@ -27,13 +27,13 @@ WORKSPACE_BYTES = 1024
 # Bytes that addresses and rows are multiples of: what the fast kernels load at once.
 ALIGNMENT = 16
 # Elements of a weight as the layers of a model have it; what was measured is the products of those.
-LEAST_ELEMENTS = 1 << 20
+MIN_ELEMENTS = 1 << 20
 # The compute capability on which that was.
 _HOPPER = (9, 0)
 # Of an algorithm, a value that is the caller's to keep and the library's alone to understand.
 ALGORITHM_BYTES = 64
 # Shapes that stay prepared. One takes about a kilobyte; prompts of every length come by.
-_MOST_PRODUCTS = 8192
+_MAX_PRODUCTS = 8192
 
 # Values in the public headers cublasLt.h, cublas_api.h and library_types.h, the same in CUDA 12 and 13.
 _TYPES = {torch.float16: 2, torch.bfloat16: 14}  # CUDA_R_16F, CUDA_R_16BF
@@ -128,7 +128,7 @@ def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-class Product:
+class CublasLtProduct:
     """One shape of product, prepared: how its operands lie, and an algorithm for it, by default the library's choice.
 
     x [rows, width], x_stride elements from row to row; weight [out, width] with weight_stride; result [rows, out]. The
@@ -251,16 +251,16 @@ class Product:
         )
 
 
-_product = lru_cache(_MOST_PRODUCTS)(Product)
+_product = lru_cache(_MAX_PRODUCTS)(CublasLtProduct)
 
 
-@lru_cache(_MOST_PRODUCTS)
+@lru_cache(_MAX_PRODUCTS)
 def product_by(
     algorithm: bytes, device: torch.device, dtype: torch.dtype, rows: int, out: int, width: int
-) -> Product | None:
+) -> CublasLtProduct | None:
     """The product of contiguous operands without a bias by this algorithm; None if the library refuses it for them."""
     try:
-        return Product(device, dtype, rows, out, width, width, width, False, algorithm)
+        return CublasLtProduct(device, dtype, rows, out, width, width, width, False, algorithm)
     except RuntimeError:
         return None
 
@@ -278,7 +278,7 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     return (
         x.dtype == weight.dtype
         and weight.dtype in _TYPES
-        and weight.numel() >= LEAST_ELEMENTS
+        and weight.numel() >= MIN_ELEMENTS
         and weight.stride(1) == 1
         and all(size % unit == 0 for size in (out, width, weight.stride(0)))
         and weight.data_ptr() % ALIGNMENT == 0
@@ -290,7 +290,7 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
 def cublaslt_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight^T + bias` as `linear`: x [..., width], weight [out, width], 16-bit floats -> [..., out].
 
-    Sums are float32 and take the bias before they are rounded. It can be recorded in a CUDA graph once a product of the
+    Sums are float32 and take the bias before they are rounded. It can be captured in a CUDA graph once a product of the
     same shape has run. Raises RuntimeError, with the library's reason, if the library refuses.
     """
     out, width = weight.shape

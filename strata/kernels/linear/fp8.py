@@ -20,7 +20,7 @@ from strata.kernels.gradient_target import GradientTarget
 from strata.kernels.linear.linear import linear
 from strata.kernels.op import operation
 from strata.kernels.quant.fp8 import ALIGNMENT, multiply, pack_both_ways, put_product, scheme_of_scales
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.quant.quantized import QuantizedWeight
 
 FORWARD = torch.float8_e4m3fn
 
@@ -67,11 +67,11 @@ def linear_fp8_into(
     return product if bias is None else product + bias
 
 
-def _operands(tensors: Sequence[Tensor], dtype: torch.dtype, per_row: bool) -> tuple[PackedWeight, PackedWeight]:
+def _operands(tensors: Sequence[Tensor], dtype: torch.dtype, per_row: bool) -> tuple[QuantizedWeight, QuantizedWeight]:
     """Two operands from the values and scales of one and of the other, as autograd carries them."""
     values, scales, other_values, other_scales = tensors
     scheme = scheme_of_scales(dtype, per_row)
-    return PackedWeight.of(scheme, values, scales), PackedWeight.of(scheme, other_values, other_scales)
+    return QuantizedWeight.of(scheme, values, scales), QuantizedWeight.of(scheme, other_values, other_scales)
 
 
 class _LinearFp8(torch.autograd.Function):

@@ -18,22 +18,22 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.device_limits import implementations_for
-from strata.kernels.linear import cublaslt, fixed, measured_algorithms
-from strata.kernels.linear.fixed import Tile, buffered_linear, fits, launch_linear, linear_kernel
-from strata.kernels.linear.packed.frozen import frozen_product
-from strata.kernels.linear.packed.many_rows import implement_many_rows
-from strata.kernels.linear.skinny import SkinnyProduct, implement_few_rows
+from strata.kernels.linear import batch_invariant, cublaslt, measured_algorithms
+from strata.kernels.linear.batch_invariant import InvariantTile, buffered_linear, fits, launch_linear, linear_kernel
+from strata.kernels.linear.quantized.frozen import frozen_product
+from strata.kernels.linear.quantized.many_rows import implement_many_rows
+from strata.kernels.linear.small_m import SmallMProduct, implement_small_m
 from strata.kernels.op import ATEN, CUBLAS, operation
 from strata.kernels.pairwise import pairwise_sum
-from strata.kernels.quant.packed import PackedWeight, dense, packed_product, round_activations
+from strata.kernels.quant.quantized import QuantizedWeight, dense, quantized_product, round_activations
 
 
-def _cost(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, *, workload: Workload) -> Cost:
+def _cost(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, workload: Workload) -> Cost:
     out, width = weight.shape
     rows = x.numel() // width
     weights = weight.nbytes + (0 if bias is None else bias.nbytes)
     # What rounds activations: their largest magnitudes and a multiplication. Few rows on CUDA go without.
-    rounding = 3 * x.numel() if isinstance(weight, PackedWeight) and weight.activations else 0
+    rounding = 3 * x.numel() if isinstance(weight, QuantizedWeight) and weight.activations else 0
     return Cost(
         flops=2 * rows * width * out + (0 if bias is None else rows * out) + rounding,
         read=x.nbytes + weights,
@@ -42,37 +42,39 @@ def _cost(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, 
     )
 
 
-def _meta(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
+def _meta(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]), device="meta")
 
 
 @operation(_cost, meta=_meta, rowwise=True, product=True, packable=(1,))
-def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """`x @ weight^T + bias`: x [..., width], weight [out, width], bias [out] or None -> [..., out]; one dtype.
 
     A packed weight counts as what it stands for, and x as its scheme rounds it. On CUDA many rows of x are
     rounded, where both operands can be multiplied in 8 bits; others are used as they are.
     """
-    if isinstance(weight, PackedWeight):
-        return packed_product(x, weight, bias)
+    if isinstance(weight, QuantizedWeight):
+        return quantized_product(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
 linear.implement("torch", "cpu", differentiable=True)(F.linear)
-linear.implement("fixed tiles", "cpu", invariant=True)(fixed.buffered_linear)
+linear.implement("batch-invariant tiles", "cpu", invariant=True)(batch_invariant.buffered_linear)
 
 
-@linear.implement("unpacked, fixed tiles", "cpu", invariant=True, packed=True)
-def _unpacked(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    product = fixed.buffered_linear(round_activations(x, weight.scheme, weight.input_scale), dense(weight)).to(x.dtype)
+@linear.implement("unpacked, batch-invariant tiles", "cpu", invariant=True, packed=True)
+def _unpacked(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    product = batch_invariant.buffered_linear(
+        round_activations(x, weight.scheme, weight.input_scale), dense(weight)
+    ).to(x.dtype)
     return product if bias is None else product + bias
 
 
-def _product(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> SkinnyProduct:
-    return SkinnyProduct(x.reshape(-1, x.shape[-1]), weight, bias)
+def _product(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> SmallMProduct:
+    return SmallMProduct(x.reshape(-1, x.shape[-1]), weight, bias)
 
 
-implement_few_rows(linear, _product)
+implement_small_m(linear, _product)
 linear.implement("cublaslt measured", "cuda", supports=measured_algorithms.supports, kernels=(CUBLAS,))(
     measured_algorithms.measured_linear
 )
@@ -80,18 +82,23 @@ linear.implement("cublas", "cuda", differentiable=True, kernels=(CUBLAS,))(F.lin
 linear.implement(cublaslt.IMPLEMENTATION, "cuda", invariant=True, supports=cublaslt.supports, kernels=(CUBLAS,))(
     cublaslt.cublaslt_linear
 )
-linear.in_triton(fixed.triton_linear, invariant=True, supports=fixed.fits, kernels=(fixed.linear_kernel,))
+linear.in_triton(
+    batch_invariant.triton_linear,
+    invariant=True,
+    supports=batch_invariant.fits,
+    kernels=(batch_invariant.linear_kernel,),
+)
 implement_many_rows(linear)
 
 
 @linear.implement("of a frozen weight", "cpu", differentiable=True, packed=True)
 @linear.implement("of a frozen weight", "cuda", differentiable=True, packed=True)
-def _frozen(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+def _frozen(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     kind = "reference" if x.device.type == "cpu" else implementations_for(x.device)
     return frozen_product(linear.bind(kind, packed=True), x, weight, bias)
 
 
-MOST_SLICES = 8
+MAX_SLICES = 8
 
 
 def _sliced_cost(x: Tensor, weight: Tensor, slices: int, wide: bool, *, workload: Workload) -> Cost:
@@ -119,9 +126,9 @@ def sliced_linear(x: Tensor, weight: Tensor, slices: int, wide: bool) -> Tensor:
 
 
 def _slices(x: Tensor, weight: Tensor, slices: int) -> list[tuple[Tensor, Tensor]]:
-    if slices not in (1, 2, 4, MOST_SLICES) or weight.shape[1] % slices:
+    if slices not in (1, 2, 4, MAX_SLICES) or weight.shape[1] % slices:
         raise ValueError(
-            f"{slices} slices of a width of {weight.shape[1]}; accepted are 1, 2, 4 and {MOST_SLICES} that divide it"
+            f"{slices} slices of a width of {weight.shape[1]}; accepted are 1, 2, 4 and {MAX_SLICES} that divide it"
         )
     return list(zip(x.chunk(slices, -1), weight.chunk(slices, 1), strict=True))
 
@@ -131,7 +138,7 @@ def _wide_product(x: Tensor, weight: Tensor) -> Tensor:
     return linear.reference(x.to(dtype), weight.to(dtype), None)  # type: ignore[no-any-return]
 
 
-@sliced_linear.implement("fixed tiles", "cpu", invariant=True)
+@sliced_linear.implement("batch-invariant tiles", "cpu", invariant=True)
 def _buffered(x: Tensor, weight: Tensor, slices: int, wide: bool) -> Tensor:
     """Of copies: a library may choose its order of the sum by the stride of the weight, too."""
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -145,11 +152,11 @@ def _buffered(x: Tensor, weight: Tensor, slices: int, wide: bool) -> Tensor:
 
 # Of 64 rows or more, like those of `linear_kernel`: all run the same instruction over the same steps of the width.
 # Up to three sums wait beside the one that grows, so tiles are smaller.
-_SINGLE = Tile(64, 64, 8, 3, 32)
-_FEW, _MANY = Tile(64, 32, 4, 8), Tile(128, 32, 8, 4)
+_SINGLE = InvariantTile(64, 64, 8, 3, 32)
+_FEW, _MANY = InvariantTile(64, 32, 4, 8), InvariantTile(128, 32, 8, 4)
 
 
-def _tile(rows: int, dtype: torch.dtype) -> Tile:
+def _tile(rows: int, dtype: torch.dtype) -> InvariantTile:
     """It does not change the bits."""
     if dtype == torch.float32:
         return _SINGLE
@@ -162,7 +169,7 @@ def _triton(x: Tensor, weight: Tensor, slices: int, wide: bool) -> Tensor:
 
 
 def _fits(x: Tensor, weight: Tensor, slices: int, wide: bool) -> bool:
-    return fits(x, weight) and slices in (1, 2, 4, MOST_SLICES) and weight.shape[1] % slices == 0
+    return fits(x, weight) and slices in (1, 2, 4, MAX_SLICES) and weight.shape[1] % slices == 0
 
 
 sliced_linear.in_triton(_triton, invariant=True, supports=_fits, kernels=(linear_kernel,))
@@ -190,10 +197,10 @@ def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x.to(wide), weight.to(wide))
 
 
-@wide_linear.implement("fixed tiles", "cpu", invariant=True)
+@wide_linear.implement("batch-invariant tiles", "cpu", invariant=True)
 def _fixed(x: Tensor, weight: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    return fixed.buffered_linear(x.to(wide), weight.to(wide), None)
+    return batch_invariant.buffered_linear(x.to(wide), weight.to(wide), None)
 
 
 def _is_narrow(x: Tensor, weight: Tensor) -> bool:
@@ -211,7 +218,9 @@ wide_linear.by_definition("cuda", name="converted", differentiable=True, kernels
 
 
 def _wide_triton(x: Tensor, weight: Tensor) -> Tensor:
-    return fixed.triton_linear(x.to(torch.float32), weight.to(torch.float32))
+    return batch_invariant.triton_linear(x.to(torch.float32), weight.to(torch.float32))
 
 
-wide_linear.in_triton(_wide_triton, invariant=True, supports=fixed.fits, kernels=(ATEN, ATEN, fixed.linear_kernel))
+wide_linear.in_triton(
+    _wide_triton, invariant=True, supports=batch_invariant.fits, kernels=(ATEN, ATEN, batch_invariant.linear_kernel)
+)

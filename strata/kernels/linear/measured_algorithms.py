@@ -20,9 +20,9 @@ from strata.kernels import tuned
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear import cublaslt
 
-MOST_ROWS = 1024
+MAX_ROWS = 1024
 IMPLEMENTATION = "cublaslt"
-_MOST_SHAPES = 8192
+_MAX_SHAPES = 8192
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def algorithms_of(table: tuned.Table, version: int | None) -> Algorithms:
     return MappingProxyType({key: _algorithm_of(key, choice, version) for key, choice in table.items()})
 
 
-def _algorithm_of(key: tuned.Key, choice: tuned.Choice, version: int | None) -> bytes | None:
+def _algorithm_of(key: tuned.Key, choice: tuned.TunedChoice, version: int | None) -> bytes | None:
     if choice.implementation != IMPLEMENTATION:
         return None
     try:
@@ -68,14 +68,16 @@ def _device_algorithms(device: torch.device) -> Algorithms:
     return algorithms_of(tuned.read(DeviceLimits.of(device).product), cublaslt.version())
 
 
-@lru_cache(_MOST_SHAPES)
-def _product(device: torch.device, dtype: torch.dtype, rows: int, out: int, width: int) -> cublaslt.Product | None:
+@lru_cache(_MAX_SHAPES)
+def _product(
+    device: torch.device, dtype: torch.dtype, rows: int, out: int, width: int
+) -> cublaslt.CublasLtProduct | None:
     key = tuned.Key("linear", str(dtype).removeprefix("torch."), out, width, rows)
     algorithm = tuned.serving(_device_algorithms(device), key)
     return None if algorithm is None else cublaslt.product_by(algorithm, device, dtype, rows, out, width)
 
 
-def _found(x: Tensor, weight: Tensor) -> cublaslt.Product | None:
+def _found(x: Tensor, weight: Tensor) -> cublaslt.CublasLtProduct | None:
     out, width = weight.shape
     return _product(weight.device, weight.dtype, x.numel() // width, out, width)
 
@@ -84,7 +86,7 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Whether there is an algorithm for these, as which contiguous operands without a bias were measured."""
     return (
         bias is None
-        and 0 < x.numel() <= MOST_ROWS * weight.shape[1]
+        and 0 < x.numel() <= MAX_ROWS * weight.shape[1]
         and not weight.is_meta  # the library cannot be asked
         and x.is_contiguous()
         and weight.is_contiguous()
@@ -97,7 +99,7 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
 def measured_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`linear` where `supports`: x [..., width], weight [out, width], no bias -> [..., out].
 
-    It can be recorded in a CUDA graph. Raises RuntimeError, with the library's reason, if the library fails.
+    It can be captured in a CUDA graph. Raises RuntimeError, with the library's reason, if the library fails.
     """
     product = _found(x, weight)
     assert product is not None

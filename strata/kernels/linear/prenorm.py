@@ -17,14 +17,14 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.fused import Run, fused
 from strata.kernels.linear.linear import linear
-from strata.kernels.linear.skinny import SkinnyProduct, implement_few_rows
+from strata.kernels.linear.small_m import SmallMProduct, implement_small_m
 from strata.kernels.op import ATEN, operation
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.quant.quantized import QuantizedWeight
 
-Weight = TypeVar("Weight", Tensor, PackedWeight)
+Weight = TypeVar("Weight", Tensor, QuantizedWeight)
 
 # A program reads the squares of whole rows at once.
-_MOST_BLOCKS = 2048
+_MAX_BLOCKS = 2048
 
 
 class AddCall(NamedTuple, Generic[Weight]):
@@ -110,10 +110,10 @@ def scaled_linear_silu_mul(run: Run, call: ScaledCall[Any]) -> Tensor:
     return result
 
 
-def _add_product(call: AddCall[Any]) -> SkinnyProduct:
+def _add_product(call: AddCall[Any]) -> SmallMProduct:
     x, weight, bias, residual, norm_weight = call
     x, residual = (one.reshape(-1, one.shape[-1]) for one in (x, residual))
-    return SkinnyProduct(x, weight, bias, residual=residual, norm_weight=norm_weight)
+    return SmallMProduct(x, weight, bias, residual=residual, norm_weight=norm_weight)
 
 
 def _can_add(call: AddCall[Any]) -> bool:
@@ -121,14 +121,14 @@ def _can_add(call: AddCall[Any]) -> bool:
     return residual.dtype == call.norm_weight.dtype == call.x.dtype and residual.stride(-1) == 1
 
 
-def _scaled_product(gated: bool, call: ScaledCall[Any]) -> SkinnyProduct:
+def _scaled_product(gated: bool, call: ScaledCall[Any]) -> SmallMProduct:
     weighted, squares, eps, weight, bias = call
     x, squares = weighted.reshape(-1, weighted.shape[-1]), squares.view(-1, squares.shape[-1])
-    return SkinnyProduct(x, weight, bias, squares, eps, gated)
+    return SmallMProduct(x, weight, bias, squares, eps, gated)
 
 
 def _can_scale(call: ScaledCall[Any]) -> bool:
-    return call.squares.shape[-1] <= _MOST_BLOCKS and call.squares.is_contiguous()
+    return call.squares.shape[-1] <= _MAX_BLOCKS and call.squares.is_contiguous()
 
 
 def _factors(call: AddCall[Any] | ScaledCall[Any]) -> tuple[Tensor, Any]:
@@ -138,19 +138,19 @@ def _factors(call: AddCall[Any] | ScaledCall[Any]) -> tuple[Tensor, Any]:
 _packed_linear, _silu_mul = linear.bind("cuda", packed=True), silu_mul.bind("cuda")
 
 
-def _add_in_parts(call: AddCall[PackedWeight]) -> tuple[Tensor, Tensor, Tensor]:
+def _add_in_parts(call: AddCall[QuantizedWeight]) -> tuple[Tensor, Tensor, Tensor]:
     total = _packed_linear(*call[:3]) + call.residual
     return total, total * call.norm_weight, total.float().square().sum(-1, keepdim=True)
 
 
-def _scale_in_parts(gated: bool, call: ScaledCall[PackedWeight]) -> Tensor:
+def _scale_in_parts(gated: bool, call: ScaledCall[QuantizedWeight]) -> Tensor:
     weighted, squares, eps, weight, bias = call
     scale = torch.rsqrt(squares.sum(-1, keepdim=True) / weight.shape[1] + eps)
     product: Tensor = _packed_linear((weighted * scale).to(weighted.dtype), weight, bias)
     return _silu_mul(*product.chunk(2, -1)) if gated else product
 
 
-def _kernels_of_parts(gated: bool, call: AddCall[PackedWeight] | ScaledCall[PackedWeight]) -> tuple[str, ...]:
+def _kernels_of_parts(gated: bool, call: AddCall[QuantizedWeight] | ScaledCall[QuantizedWeight]) -> tuple[str, ...]:
     product = _packed_linear.launches(*_factors(call), call.bias)
     if isinstance(call, AddCall):
         return (*product, ATEN)
@@ -163,6 +163,6 @@ for _made, _product, _can_read, _in_parts in (
     (scaled_linear, partial(_scaled_product, False), _can_scale, partial(_scale_in_parts, False)),
     (scaled_linear_silu_mul, partial(_scaled_product, True), _can_scale, partial(_scale_in_parts, True)),
 ):
-    implement_few_rows(_made, _product, _factors, _can_read)
+    implement_small_m(_made, _product, _factors, _can_read)
     _parts = partial(_kernels_of_parts, _made is scaled_linear_silu_mul)
     _made.implement("linear, torch", "cuda", kernels=_parts, packed=True)(_in_parts)

@@ -16,16 +16,16 @@ from strata.kernels.choose import thresholds
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.fused import Run, fused
 from strata.kernels.grid_sizes import ceil_div
-from strata.kernels.linear.fixed import Tile, tile_at
+from strata.kernels.linear.batch_invariant import InvariantTile, tile_at
 from strata.kernels.linear.linear import linear
-from strata.kernels.linear.skinny import SkinnyProduct, implement_few_rows
-from strata.kernels.op import has_packed
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.linear.small_m import SmallMProduct, implement_small_m
+from strata.kernels.op import has_quantized
+from strata.kernels.quant.quantized import QuantizedWeight
 from strata.kernels.triton_import import TensorDescriptor, jit, tl
 
 
 @fused(rowwise=True, product=True, gated=True, packable=(1,))
-def linear_silu_mul(run: Run, x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
+def linear_silu_mul(run: Run, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """`silu(gate) * up`, where gate and up are the halves of the columns of `linear(x, weight, bias)`.
 
     x [..., width], weight [2 * inner, width] (gate's rows, then up's), bias [2 * inner] or None -> [..., inner].
@@ -75,7 +75,7 @@ def linear_silu_mul_kernel(
         result.store([row, column], (silu * up).to(result.dtype))
 
 
-_TILE = Tile(128, 128, 8, 3)
+_TILE = InvariantTile(128, 128, 8, 3)
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
@@ -111,17 +111,17 @@ def _triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return result
 
 
-def _product(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> SkinnyProduct:
-    return SkinnyProduct(x.reshape(-1, x.shape[-1]), weight, bias, gated=True)
+def _product(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> SmallMProduct:
+    return SmallMProduct(x.reshape(-1, x.shape[-1]), weight, bias, gated=True)
 
 
 def _scratch(*given: Any) -> int:
     """Of the product, and what it takes itself where that is more than the halves' result."""
     result: int = linear_silu_mul.meta(*given).nbytes
-    return 2 * result + max(0, linear.bind("cuda", packed=has_packed(given)).scratch(*given) - result)
+    return 2 * result + max(0, linear.bind("cuda", packed=has_quantized(given)).scratch(*given) - result)
 
 
-implement_few_rows(linear_silu_mul, _product)
+implement_small_m(linear_silu_mul, _product)
 linear_silu_mul.in_triton(_triton, supports=_fits, kernels=(linear_silu_mul_kernel,))
 one_after_the_other, _ = (
     linear_silu_mul.unfused("linear, silu_mul", "cuda", packed=packed, scratch=_scratch) for packed in (False, True)

@@ -23,11 +23,11 @@ from torch import Tensor
 from strata.hardware.specs import recognize
 from strata.kernels import tuned
 from strata.kernels.choose import thresholds
-from strata.kernels.device_limits import LEAST_CAPABILITY, DeviceLimits
+from strata.kernels.device_limits import MIN_CAPABILITY, DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
-from strata.kernels.linear.packed import few_rows
-from strata.kernels.linear.skinny_tiles import MOST_ROWS, SkinnyTile, Tiles, aligned, candidates, device_tiles
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.linear.quantized import small_m
+from strata.kernels.linear.small_m_tiles import MAX_ROWS, SmallMTile, Tiles, aligned, candidates, device_tiles
+from strata.kernels.quant.quantized import QuantizedWeight
 from strata.kernels.triton_import import HAS_TRITON
 from strata.kernels.tuned import row_bucket
 
@@ -65,34 +65,34 @@ _SMALL_BYTES, _PREFETCHED_ROWS = 16 << 20, 32
 
 
 # Shapes of calls whose tile stays known.
-_MOST_SHAPES = 8192
+_MAX_SHAPES = 8192
 
 
-def chosen_tile(operation: str, x: Tensor, weight: Tensor | PackedWeight) -> SkinnyTile | None:
+def chosen_tile(operation: str, x: Tensor, weight: Tensor | QuantizedWeight) -> SmallMTile | None:
     """The tile for x [..., width] and weight [out, width]; None where something else is faster or no tile fits."""
     out, width = weight.shape
     rows = x.numel() // width
-    if not 0 < rows <= MOST_ROWS:  # before anything that takes time: prefill comes this way too
+    if not 0 < rows <= MAX_ROWS:  # before anything that takes time: prefill comes this way too
         return None
-    if isinstance(weight, PackedWeight):
+    if isinstance(weight, QuantizedWeight):
         # Only what the library has, too, is multiplied in 8 bits otherwise.
-        return few_rows.chosen_tile(x, weight, few_rows.max_rows(x, weight) if operation in LIBRARY_TOO else MOST_ROWS)
+        return small_m.chosen_tile(x, weight, small_m.max_rows(x, weight) if operation in LIBRARY_TOO else MAX_ROWS)
     tile = _device_tile(operation, rows, out, width, x.dtype, DeviceLimits.of(x.device))
     return tile if tile is not None and aligned(x, weight) else None
 
 
-@lru_cache(_MOST_SHAPES)
+@lru_cache(_MAX_SHAPES)
 def _device_tile(
     operation: str, rows: int, out: int, width: int, dtype: torch.dtype, device: DeviceLimits
-) -> SkinnyTile | None:
-    if not HAS_TRITON or device.capability < LEAST_CAPABILITY:
+) -> SmallMTile | None:
+    if not HAS_TRITON or device.capability < MIN_CAPABILITY:
         return None
     return choose_tile(operation, rows, out, width, dtype, device_tiles(device), device)
 
 
 def choose_tile(
     operation: str, rows: int, out: int, width: int, dtype: torch.dtype, tiles: Tiles, device: DeviceLimits
-) -> SkinnyTile | None:
+) -> SmallMTile | None:
     """The tile of a table, or else the one that the rule expects to be fastest; None: the library is.
 
     Only the operations of `LIBRARY_TOO` are the library's where a table says so.
@@ -103,16 +103,16 @@ def choose_tile(
     return expected_tile(operation, rows, out, width, device)
 
 
-def expected_tile(operation: str, rows: int, out: int, width: int, device: DeviceLimits) -> SkinnyTile | None:
+def expected_tile(operation: str, rows: int, out: int, width: int, device: DeviceLimits) -> SmallMTile | None:
     """The tile that should be fastest for a weight [out, width]; None if the library should be, or no tile fits."""
-    most = thresholds(device).linear_rows if operation in LIBRARY_TOO else MOST_ROWS
-    if not 0 < rows <= min(most, MOST_ROWS):
+    most = thresholds(device).linear_rows if operation in LIBRARY_TOO else MAX_ROWS
+    if not 0 < rows <= min(most, MAX_ROWS):
         return None
     return _expected_tile(operation, row_bucket(rows), out, width, device)
 
 
 @lru_cache(4096)
-def _expected_tile(operation: str, rows: int, out: int, width: int, device: DeviceLimits) -> SkinnyTile | None:
+def _expected_tile(operation: str, rows: int, out: int, width: int, device: DeviceLimits) -> SmallMTile | None:
     early = device.capability >= (9, 0)
     found = candidates(operation, rows, out, width, early)
     if not found:
@@ -121,7 +121,7 @@ def _expected_tile(operation: str, rows: int, out: int, width: int, device: Devi
     return started(best, rows, 2 * out * width, device) if early else best
 
 
-def started(tile: SkinnyTile, rows: int, nbytes: int, device: DeviceLimits) -> SkinnyTile:
+def started(tile: SmallMTile, rows: int, nbytes: int, device: DeviceLimits) -> SmallMTile:
     """A tile that may be launched early, for a weight of so many bytes: where it pays, with what it prefetches."""
     if tile.kernel == "gemv":
         return tile
@@ -131,7 +131,7 @@ def started(tile: SkinnyTile, rows: int, nbytes: int, device: DeviceLimits) -> S
     return replace(tile, prefetch=2048 if whole else 512 if tile.splits > 1 else 0)
 
 
-def expected_seconds(operation: str, rows: int, out: int, width: int, tile: SkinnyTile, device: DeviceLimits) -> float:
+def expected_seconds(operation: str, rows: int, out: int, width: int, tile: SmallMTile, device: DeviceLimits) -> float:
     """About what a product of 16-bit operands takes with a tile that `fits`."""
     held, part = tile.program_rows(rows), max(width // tile.splits, tile.width)
     rows_of_programs = ceil_div(rows, held)
@@ -154,7 +154,7 @@ def expected_seconds(operation: str, rows: int, out: int, width: int, tile: Skin
     return seconds
 
 
-def _turn_seconds(tile: SkinnyTile, held: int) -> float:
+def _turn_seconds(tile: SmallMTile, held: int) -> float:
     if tile.columns <= 16:
         return _TURN_OF_16_SECONDS + _MORE_ROWS_SECONDS * held / 8
     if tile.columns <= 32:

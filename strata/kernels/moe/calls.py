@@ -7,9 +7,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from strata.kernels.activation.silu_mul import Clamp
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.quant.quantized import QuantizedWeight
 
-Weight = TypeVar("Weight", Tensor, PackedWeight)
+Weight = TypeVar("Weight", Tensor, QuantizedWeight)
 
 
 class ExpertsCall(NamedTuple, Generic[Weight]):

@@ -21,7 +21,7 @@ from strata.kernels.moe.calls import AnyExpertsCall, ExpertsCall, LocalExpertsCa
 from strata.kernels.moe.local_order import Order, local_numbers
 from strata.kernels.op import operation
 from strata.kernels.plain_tensor import all_plain
-from strata.kernels.quant.packed import each_expert
+from strata.kernels.quant.quantized import each_expert
 from strata.kernels.triton_import import jit, tl
 
 
@@ -49,7 +49,7 @@ def combine(rows: Tensor, source: Tensor, inverse: Tensor, weights: Tensor | Non
 
 def summed(rows: Tensor, source: Tensor, inverse: Tensor) -> Tensor:
     """`combine` without weights, whose backward pass needs no saved tensor."""
-    return _Sum.apply(rows, source, inverse)
+    return _WeightedSum.apply(rows, source, inverse)
 
 
 def permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     return _Permute.apply(rows, order, inverse)
 
 
-class _Sum(torch.autograd.Function):
+class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, source: Tensor, inverse: Tensor) -> Tensor:
         # Not by save_for_backward: a layer is computed again until all saved tensors are there. So it ends before what

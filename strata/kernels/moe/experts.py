@@ -17,8 +17,8 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.silu_mul import clamped_swiglu, silu_mul, silu_mul_kernel
 from strata.kernels.choose import thresholds
 from strata.kernels.linear.linear import linear
-from strata.kernels.linear.packed.few_rows import ordered
-from strata.kernels.linear.packed.frozen import frozen_call
+from strata.kernels.linear.quantized.frozen import frozen_call
+from strata.kernels.linear.quantized.small_m import ordered
 from strata.kernels.moe.calls import (
     AnyExpertsCall,
     BiasedExpertsCall,
@@ -28,12 +28,12 @@ from strata.kernels.moe.calls import (
     clamp_of,
 )
 from strata.kernels.moe.combine import by_expert, combine_kernel, give_back, take_rows, weighted_sums
-from strata.kernels.moe.few_tokens import CHOICE_KERNELS, by_choices, streams
 from strata.kernels.moe.grouped import grouped_product, reads, reads_quantized
 from strata.kernels.moe.grouped_kernels import grouped_kernel, quantized_grouped_kernel
 from strata.kernels.moe.local_order import Order, local_order, order_kernels
-from strata.kernels.op import ATEN, Operation, has_packed, operation
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.moe.small_m import CHOICE_KERNELS, by_choices, streams
+from strata.kernels.op import ATEN, Operation, has_quantized, operation
+from strata.kernels.quant.quantized import QuantizedWeight
 from strata.kernels.quant.round_rows import round_rows, round_rows_kernel
 
 # Of packed weights; what the last does, `frozen_call` tells.
@@ -60,7 +60,7 @@ def _cost(call: AnyExpertsCall[Any], *, workload: Workload) -> Cost:
     return Cost(flops, read, x.nbytes, used)
 
 
-def expert_bytes(*stacked: Tensor | PackedWeight) -> int:
+def expert_bytes(*stacked: Tensor | QuantizedWeight) -> int:
     """Of one expert, in tensors of all."""
     return sum(one.nbytes // one.shape[0] for one in stacked)
 
@@ -146,7 +146,7 @@ def choices_take(call: AnyExpertsCall[Any]) -> bool:
     return few and _kernel_adds(call) and _takes(streams, call)
 
 
-def _rounded_take(call: AnyExpertsCall[PackedWeight]) -> bool:
+def _rounded_take(call: AnyExpertsCall[QuantizedWeight]) -> bool:
     many = call.chosen.numel() > thresholds(call.x.device).converted_rows * call.down.shape[0]
     return many and _takes(reads_quantized, call)
 
@@ -193,7 +193,7 @@ def by_tiles(call: AnyExpertsCall[Any], *, rounded: bool = False) -> Tensor:
     return _sums(call, rows, order)
 
 
-def _product(x: Tensor, weight: Tensor | PackedWeight, order: Order, rounded: bool, **more: Any) -> Tensor:
+def _product(x: Tensor, weight: Tensor | QuantizedWeight, order: Order, rounded: bool, **more: Any) -> Tensor:
     if isinstance(weight, Tensor):
         return grouped_product(x, weight, order.ends, **more)
     rows = ordered(x, weight)
@@ -241,7 +241,7 @@ def _tiles_scratch(call: AnyExpertsCall[Any]) -> int:
     return int(16 * chosen.numel() + 4 * count + outer + max(0, inner - x.nbytes))
 
 
-def _rounded_scratch(call: AnyExpertsCall[PackedWeight]) -> int:
+def _rounded_scratch(call: AnyExpertsCall[QuantizedWeight]) -> int:
     """As `_tiles_scratch`, and rows in 8 bits with their scales, of x and of what is gated, which stay as long."""
     x, _, chosen, gate_up, down = call[:5]
     of_x, of_inner = (
@@ -269,19 +269,21 @@ def _in_place(call: AnyExpertsCall[Any]) -> bool:
 
 
 def _fixed(call: AnyExpertsCall[Any]) -> Tensor:
-    product = linear.bind("cpu", deterministic=True, packed=has_packed(call))
+    product = linear.bind("cpu", deterministic=True, packed=has_quantized(call))
     return by_expert(call, product, *(one.bind("cpu", deterministic=True) for one in (silu_mul, clamped_swiglu)))
 
 
 def _implement(operation: Operation, *, is_part: bool) -> None:
     """is_part: of a rank's own experts, which have no gradients, and of few choices no kernels of their own."""
 
-    def frozen(call: AnyExpertsCall[PackedWeight]) -> Tensor:
+    def frozen(call: AnyExpertsCall[QuantizedWeight]) -> Tensor:
         return frozen_call(operation.bind(call.x.device.type, differentiable=not is_part), *call)
 
     operation.by_definition("cpu", name="an expert at a time", differentiable=not is_part)
-    operation.implement("fixed tiles", "cpu", invariant=True, supports=_in_place)(_fixed)
-    operation.implement("fixed tiles, unpacked", "cpu", invariant=True, supports=_in_place, packed=True)(_fixed)
+    operation.implement("batch-invariant tiles", "cpu", invariant=True, supports=_in_place)(_fixed)
+    operation.implement("batch-invariant tiles, unpacked", "cpu", invariant=True, supports=_in_place, packed=True)(
+        _fixed
+    )
     library: dict[str, Any] = {"kernels": _library_kernels, "scratch": _library_scratch}
     choices: dict[str, Any] = {"supports": choices_take, "kernels": CHOICE_KERNELS, "scratch": _choices_scratch}
     tiles: dict[str, Any] = {"supports": partial(_takes, reads), "scratch": _tiles_scratch}

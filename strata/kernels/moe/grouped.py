@@ -19,7 +19,7 @@ from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.moe.grouped_kernels import grouped_kernel, quantized_grouped_kernel
 from strata.kernels.quant.dequantize import E4M3_CAPABILITY
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.quant.quantized import QuantizedWeight
 from strata.kernels.triton_import import HAS_TRITON
 
 # Of products in 8 bits: columns of a step, and the fewest that may share a scale.
@@ -42,7 +42,7 @@ class GroupedTile(NamedTuple):
 
 
 def choose_tile(
-    rows: int, weight: Tensor | PackedWeight, *, gated: bool, rounded: bool = False, shared_bytes: int = SHARED_BYTES
+    rows: int, weight: Tensor | QuantizedWeight, *, gated: bool, rounded: bool = False, shared_bytes: int = SHARED_BYTES
 ) -> GroupedTile | None:
     """For that many rows by a weight of all experts; rounded: rows in 8 bits. None where columns that share a scale fit
     no step."""
@@ -56,7 +56,7 @@ def choose_tile(
 
 def fitting(
     tile: GroupedTile,
-    weight: Tensor | PackedWeight,
+    weight: Tensor | QuantizedWeight,
     *,
     gated: bool,
     rounded: bool = False,
@@ -89,7 +89,7 @@ def _of_many_rows(each: float, width: int, *, gated: bool) -> GroupedTile:
     return GroupedTile(128, 128, width, 8, 4) if gated else GroupedTile(128, 256, width, 8, 4)
 
 
-def _of_8_bits(each: float, weight: PackedWeight, *, gated: bool) -> GroupedTile:
+def _of_8_bits(each: float, weight: QuantizedWeight, *, gated: bool) -> GroupedTile:
     """Those of floats for rows of as many bytes. Where blocks of columns have scales of their own, no step has two."""
     grouped = weight.columns > 0
     wide = _ROUNDED_WIDTH if grouped else 2 * _ROUNDED_WIDTH
@@ -103,8 +103,8 @@ def _of_8_bits(each: float, weight: PackedWeight, *, gated: bool) -> GroupedTile
     return _of_many_rows(each, _ROUNDED_WIDTH, gated=gated)
 
 
-def _converted(each: float, weight: PackedWeight, *, gated: bool) -> GroupedTile | None:
-    """A rule that was not fitted to measurements yet; `benchmarks.packed_experts --tiles` times others.
+def _converted(each: float, weight: QuantizedWeight, *, gated: bool) -> GroupedTile | None:
+    """A rule that was not fitted to measurements yet; `benchmarks.quantized_experts --tiles` times others.
 
     Two warps take `mma.sync`, eight `wgmma`, its left operand in registers.
     """
@@ -132,12 +132,12 @@ def _converted(each: float, weight: PackedWeight, *, gated: bool) -> GroupedTile
     return None
 
 
-def group_of(weight: PackedWeight) -> int:
+def group_of(weight: QuantizedWeight) -> int:
     """Columns that share a scale, 0: all."""
     return weight.columns if weight.columns < weight.shape[-1] else 0
 
 
-def reads(x: Tensor, weight: Tensor | PackedWeight) -> bool:
+def reads(x: Tensor, weight: Tensor | QuantizedWeight) -> bool:
     """Whether the kernels read rows like x, not rounded, and a weight of all experts."""
     if isinstance(weight, Tensor):
         known = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
@@ -160,7 +160,7 @@ def reads(x: Tensor, weight: Tensor | PackedWeight) -> bool:
     )
 
 
-def reads_quantized(x: Tensor, weight: PackedWeight) -> bool:
+def reads_quantized(x: Tensor, weight: QuantizedWeight) -> bool:
     """Whether rows like x, rounded as a weight's scheme says, are multiplied by it, of all experts."""
     group, kind = weight.columns, weight.activations
     whole = kind == "row" and group == 0
@@ -184,7 +184,7 @@ NO_CLAMP = Clamp(1.0, 0.0)
 
 def grouped_product(
     x: Tensor,
-    weight: Tensor | PackedWeight,
+    weight: Tensor | QuantizedWeight,
     ends: Tensor,
     *,
     x_scales: Tensor | None = None,
@@ -221,7 +221,7 @@ def grouped_product(
     own, size = x_scales, None if x_scales is None else x_scales.shape[1]
     known: dict[str, Any] = {"TURNED": tile.turned, "num_stages": tile.stages}
     values, scales, row_scales, groups = weight, None, None, (0, 0)
-    if isinstance(weight, PackedWeight):
+    if isinstance(weight, QuantizedWeight):
         values, scales, row_scales = weight.values, weight.scales, weight.row_scales
         groups = weight.rows, weight.columns if rounded else group_of(weight)
         if not rounded:

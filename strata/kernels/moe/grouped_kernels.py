@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from strata.kernels.linear.packed.few_rows_kernels import halves_of_x
+from strata.kernels.linear.quantized.small_m_kernels import halves_of_x
 from strata.kernels.quant.dequantize import twice, unpack_bytes, unpack_halves, unpack_scaled, wide_scale
 from strata.kernels.triton_import import jit, tl
 

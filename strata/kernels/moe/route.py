@@ -23,7 +23,7 @@ from strata.kernels.op import operation
 from strata.kernels.triton_import import jit, tl
 
 # More of either would not stay in the registers of a warp.
-MOST_EXPERTS, MOST_PER_TOKEN = 1024, 16
+MAX_EXPERTS, MAX_PER_TOKEN = 1024, 16
 # Below the keys of all floats: of what is no expert, and of one that has been taken.
 TAKEN = -(2**31)
 
@@ -132,7 +132,7 @@ def route_kernel(
 _INDEX_BYTES = 8
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """How experts are scored and chosen, where it is not the softmax over all.
 
     scoring: "sigmoid" scores each expert by itself. groups: experts stand in so many groups of neighbours, of which
@@ -147,7 +147,7 @@ class Choice(NamedTuple):
     scale: float = 1.0
 
 
-SOFTMAX = Choice()
+SOFTMAX = ExpertChoice()
 
 
 def _cost(
@@ -155,7 +155,7 @@ def _cost(
     bias: Tensor | None,
     per_token: int,
     normalized: bool,
-    choice: Choice = SOFTMAX,
+    choice: ExpertChoice = SOFTMAX,
     *,
     workload: Workload,
 ) -> Cost:
@@ -173,7 +173,7 @@ def _cost(
 
 
 def _meta(
-    logits: Tensor, bias: Tensor | None, per_token: int, normalized: bool, choice: Choice = SOFTMAX
+    logits: Tensor, bias: Tensor | None, per_token: int, normalized: bool, choice: ExpertChoice = SOFTMAX
 ) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], per_token)
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -182,7 +182,7 @@ def _meta(
 
 @operation(_cost, meta=_meta, rowwise=True)
 def route(
-    logits: Tensor, bias: Tensor | None, per_token: int, normalized: bool, choice: Choice = SOFTMAX
+    logits: Tensor, bias: Tensor | None, per_token: int, normalized: bool, choice: ExpertChoice = SOFTMAX
 ) -> tuple[Tensor, Tensor]:
     """The `per_token` best experts of each token and their weights.
 
@@ -199,7 +199,7 @@ def route(
 
 
 def _choose(
-    scores: Tensor, bias: Tensor | None, per_token: int, normalized: bool, choice: Choice
+    scores: Tensor, bias: Tensor | None, per_token: int, normalized: bool, choice: ExpertChoice
 ) -> tuple[Tensor, Tensor]:
     """`route` from scores on."""
     if bias is None and choice.groups == 1:
@@ -215,7 +215,7 @@ def _choose(
     return weights if choice.scale == 1 else weights * choice.scale, chosen
 
 
-def _within_groups(scores: Tensor, choice: Choice) -> Tensor:
+def _within_groups(scores: Tensor, choice: ExpertChoice) -> Tensor:
     """Scores [tokens, experts] with -inf for the experts of groups that are not kept."""
     if choice.groups == 1:
         return scores
@@ -226,7 +226,9 @@ def _within_groups(scores: Tensor, choice: Choice) -> Tensor:
     return within
 
 
-def _fits(logits: Tensor, bias: Tensor | None, per_token: int, normalized: bool, choice: Choice = SOFTMAX) -> bool:
+def _fits(
+    logits: Tensor, bias: Tensor | None, per_token: int, normalized: bool, choice: ExpertChoice = SOFTMAX
+) -> bool:
     count = logits.shape[1]
     groups = choice.groups
     # Powers of two hold the groups and the experts of one; two are added up only where there are two.
@@ -236,15 +238,15 @@ def _fits(logits: Tensor, bias: Tensor | None, per_token: int, normalized: bool,
         logits.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and logits.stride(1) == 1
         and (bias is None or (bias.dtype == torch.float32 and bias.is_contiguous()))
-        and 1 <= per_token <= min(count, MOST_PER_TOKEN)
-        and lanes <= MOST_EXPERTS
+        and 1 <= per_token <= min(count, MAX_PER_TOKEN)
+        and lanes <= MAX_EXPERTS
         and is_divided
         and choice.kept <= groups
     )
 
 
 def in_one_launch(
-    logits: Tensor, bias: Tensor | None, per_token: int, normalized: bool, choice: Choice = SOFTMAX
+    logits: Tensor, bias: Tensor | None, per_token: int, normalized: bool, choice: ExpertChoice = SOFTMAX
 ) -> tuple[Tensor, Tensor]:
     """By a kernel of our own; of equal scores the expert of the lower number comes first."""
     tokens, count = logits.shape
@@ -268,7 +270,7 @@ route.by_definition("cuda", invariant=True, differentiable=True)
 
 @route.implement("whole vectors", "cpu", invariant=True)
 def _whole_vectors(
-    logits: Tensor, bias: Tensor | None, per_token: int, normalized: bool, choice: Choice = SOFTMAX
+    logits: Tensor, bias: Tensor | None, per_token: int, normalized: bool, choice: ExpertChoice = SOFTMAX
 ) -> tuple[Tensor, Tensor]:
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     by_itself = choice.scoring == "sigmoid"

@@ -3,7 +3,7 @@
 `wide_rms_norm`: one whose weights multiply in float32, before the result is rounded: OLMo 2 and 3, Gemma (there as 1 +
 w).
 
-`divided_rms_norm`: of rows that several ranks divide: each squares its own columns, the sum over the ranks scales them.
+`sharded_rms_norm`: of rows that several ranks divide: each squares its own columns, the sum over the ranks scales them.
 
 `..._norm_round`: whose rows are rounded to 8 bits where they are made, for products by weights in 8 bits. Each takes
 the arguments of a norm and behind them those of the rounding: kind and columns as `round_rows` takes them, keeps
@@ -25,12 +25,12 @@ from strata.kernels.fused import Run, fused
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.quant.round_rows import (
-    MOST_COLUMNS,
+    MAX_COLUMNS,
     can_round,
-    empty_rounded,
+    empty_quantized,
     round_rows,
     rounding_constants,
-    store_rounded,
+    store_quantized,
 )
 from strata.kernels.torch_functions import add
 from strata.kernels.triton_import import jit, tl
@@ -165,7 +165,7 @@ def rms_norm_kernel(
         tl.store(result + row.to(tl.int64) * width + column, normed, mask=held)
     if values is not None:
         wide = normed.to(tl.float32)
-        store_rounded(wide, first_row, 0, values, scales, rows, width, groups, static, KIND, MOST, LEAST, GROUP)
+        store_quantized(wide, first_row, 0, values, scales, rows, width, groups, static, KIND, MOST, LEAST, GROUP)
 
 
 def launch_norm(
@@ -188,7 +188,7 @@ def launch_norm(
     width, plain = x.shape[-1], residual is None and rounding is None
     total = None if residual is None or received is not None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if keeps else None
-    values, scales = (None, None) if rounding is None else empty_rounded(x.shape, *rounding[:2], x.device)
+    values, scales = (None, None) if rounding is None else empty_quantized(x.shape, *rounding[:2], x.device)
     # Two row strides serve the heads of a merged projection.
     rows = x if plain and x.dim() == 3 else x.reshape(-1, width).unsqueeze(1)
     others = None if residual is None else residual.reshape(-1, width)
@@ -309,7 +309,7 @@ def _norm_cost(
 
 
 @operation(_norm_cost, rowwise=True)
-def divided_rms_norm(x: Tensor, total: Tensor, ranks: int, weight: Tensor, eps: float, offset: float) -> Tensor:
+def sharded_rms_norm(x: Tensor, total: Tensor, ranks: int, weight: Tensor, eps: float, offset: float) -> Tensor:
     """`wide_rms_norm` of this rank's columns of rows that `ranks` ranks divide evenly.
 
     x [..., own width]; total [..., 4] float32, the sum over the ranks of `mean_square` of their columns; weight
@@ -323,7 +323,7 @@ def divided_rms_norm(x: Tensor, total: Tensor, ranks: int, weight: Tensor, eps: 
 mean_square.by_definition("cpu", invariant=True, differentiable=True)
 # On a GPU the order in which torch adds up a row depends on how many there are.
 mean_square.by_definition("cuda", differentiable=True)
-divided_rms_norm.by_definition("cpu", "cuda", invariant=True, differentiable=True)
+sharded_rms_norm.by_definition("cpu", "cuda", invariant=True, differentiable=True)
 
 
 Rounded = tuple[Tensor, ...]
@@ -371,7 +371,7 @@ def _wide_round_triton(x: Tensor, weight: Tensor, eps: float, offset: float, *ro
 
 def _round_fits(x: Tensor, weight: Tensor, eps: float, kind: str, columns: int, *_: Any) -> bool:
     """A tile holds a whole row, and whole groups of it."""
-    whole = columns <= row_tile(x.shape[-1])[0]["WIDTH"] and x.shape[-1] <= MOST_COLUMNS
+    whole = columns <= row_tile(x.shape[-1])[0]["WIDTH"] and x.shape[-1] <= MAX_COLUMNS
     return x.dim() == 2 and x.dtype != torch.float64 and whole and can_round(x, kind, columns)
 
 

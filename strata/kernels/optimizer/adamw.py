@@ -38,7 +38,7 @@ def adamw(
     weight: what the model computes with, of any floating dtype; `master` itself if the model has that precision.
     master, first, second: the weights and the two moments, float32 and of one shape with weight and gradient; all
     contiguous. step [4] float32: learning rate, 1 - beta1^t, 1 - beta2^t, and what the gradient is multiplied by
-    (clipping); on the device, so that a recorded step reads them anew. If that factor is 0 nothing changes, whatever
+    (clipping); on the device, so that a captured step reads them anew. If that factor is 0 nothing changes, whatever
     the gradient holds.
     """
     rate, correction1, correction2, factor = step.unbind()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
-from strata.kernels.quant.packed import TWO_OF_FOUR, PackedWeight, dense
+from strata.kernels.quant.quantized import TWO_OF_FOUR, QuantizedWeight, dense
 from strata.kernels.triton_import import HAS_TRITON, constant, jit, tl
 
 # The first with a type for e4m3.
@@ -263,10 +263,10 @@ def dequantize_kernel(
 _BLOCK_N, _BLOCK_K, _WARPS = 16, 256, 4
 
 
-def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """A packed weight [out, width] on a CUDA device as floats, rounded once to `dtype`: contiguous [out, width].
 
-    The columns are in the weight's own order, see `PackedWeight.order`.
+    The columns are in the weight's own order, see `QuantizedWeight.order`.
     """
     out, width = weight.shape
     result = torch.empty((out, width), dtype=dtype, device=weight.values.device)
@@ -280,7 +280,7 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def can_dequantize(weight: PackedWeight) -> bool:
+def can_dequantize(weight: QuantizedWeight) -> bool:
     """Whether the kernel can read a weight where it is."""
     values, scales, zeros, rows = weight.values, weight.scales, weight.zeros, weight.row_scales
     return (
@@ -294,7 +294,7 @@ def can_dequantize(weight: PackedWeight) -> bool:
     )
 
 
-def floats(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+def floats(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """What a packed weight [..., out, width] stands for, on any device, rounded once to `dtype`."""
     has_whole_groups = weight.rows > 0 and weight.shape[-2] % weight.rows == 0
     stacked = {name: one if name == "order" else one.flatten(0, -2) for name, one in weight.tensors.items()}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from strata.kernels.grid_sizes import ceil_div
-from strata.kernels.quant.packed import TWO_OF_FOUR, PackedWeight
+from strata.kernels.quant.quantized import TWO_OF_FOUR, QuantizedWeight
 from strata.kernels.quant.two_of_four import BYTE_COLUMNS
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
@@ -55,7 +55,7 @@ def expand_kernel(
 _BLOCK_N, _BLOCK_EIGHTS, _WARPS = 16, 32, 4
 
 
-def expand_on_device(weight: PackedWeight) -> Tensor:
+def expand_on_device(weight: QuantizedWeight) -> Tensor:
     """A weight [out, width] of 2:4 sparsity on a CUDA device, dense, in the dtype of its values: [out, width]."""
     out, width = weight.shape
     result = torch.empty((out, width), dtype=weight.values.dtype, device=weight.device)
@@ -68,7 +68,7 @@ def expand_on_device(weight: PackedWeight) -> Tensor:
     return result
 
 
-def can_expand(weight: PackedWeight) -> bool:
+def can_expand(weight: QuantizedWeight) -> bool:
     """Whether the kernel can read a weight where it is: of 16 bits, rows that start at multiples of 8 bytes."""
     values = weight.values
     return (

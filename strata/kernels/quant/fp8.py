@@ -1,6 +1,6 @@
 """Matrices in 8-bit floating point with scales, and their products (Micikevicius et al. 2022).
 
-They are packed weights (`PackedWeight`) of which a scale belongs to the whole or to each row. Tensor cores of Hopper
+They are packed weights (`QuantizedWeight`) of which a scale belongs to the whole or to each row. Tensor cores of Hopper
 want both operands with the summed dimension last, and training sums over each dimension of a matrix once, so that it is
 packed both ways.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
-from strata.kernels.quant.packed import E5M2, PackedWeight, Scheme
+from strata.kernels.quant.quantized import E5M2, QuantizedWeight, Scheme
 from strata.kernels.triton_import import jit, tl
 
 # Scales are finite for matrices of zeros, too.
@@ -68,11 +68,11 @@ def _scaled(x: Tensor, dtype: torch.dtype, per_row: bool) -> tuple[Tensor, Tenso
     return (x * (wide / top)).clamp(-most, most).to(dtype), (top / wide).float()
 
 
-def pack_both_ways(x: Tensor, dtype: torch.dtype, per_row: bool) -> tuple[PackedWeight, PackedWeight]:
+def pack_both_ways(x: Tensor, dtype: torch.dtype, per_row: bool) -> tuple[QuantizedWeight, QuantizedWeight]:
     """x and its transpose, as `quantize` rounds them."""
     values, turned, scale, turned_scale = quantize(x, dtype, per_row)
     scheme = scheme_of_scales(dtype, per_row)
-    return PackedWeight.of(scheme, values, scale), PackedWeight.of(scheme, turned, turned_scale)
+    return QuantizedWeight.of(scheme, values, scale), QuantizedWeight.of(scheme, turned, turned_scale)
 
 
 def scheme_of_scales(dtype: torch.dtype, per_row: bool) -> Scheme:
@@ -213,13 +213,13 @@ def library_product(
 scaled_product.implement("cublas", "cuda")(library_product)
 
 
-def multiply(a: PackedWeight, b: PackedWeight, dtype: torch.dtype, fast: bool) -> Tensor:
+def multiply(a: QuantizedWeight, b: QuantizedWeight, dtype: torch.dtype, fast: bool) -> Tensor:
     """`a @ b^T` of what they stand for: `scaled_product` of their values and scales."""
     product: Tensor = scaled_product(a.values, a.scales, b.values, b.scales, dtype, fast)
     return product
 
 
-def put_product(memory: Tensor, a: PackedWeight, b: PackedWeight, dtype: torch.dtype) -> None:
+def put_product(memory: Tensor, a: QuantizedWeight, b: QuantizedWeight, dtype: torch.dtype) -> None:
     """`multiply`, every sum in float32, into contiguous memory [rows, columns] of float32 or of `dtype`.
 
     What the library cannot write as float32 (scales of rows) is rounded to `dtype` on the way.

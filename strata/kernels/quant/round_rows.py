@@ -11,7 +11,7 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
-from strata.kernels.quant.packed import LARGEST, LEAST_SCALE, Scheme, pack_values, rounded, scales_of_rows, spread
+from strata.kernels.quant.quantized import LARGEST, MIN_SCALE, Scheme, pack_values, scales_of_rows, spread, to_nearest
 from strata.kernels.triton_import import jit, tl
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
@@ -24,7 +24,7 @@ def _cost(x: Tensor, kind: str, columns: int, static: float | None = None, *, wo
 
 
 def _meta(x: Tensor, kind: str, columns: int, static: float | None = None) -> tuple[Tensor, Tensor]:
-    return empty_rounded(x.shape, kind, columns, torch.device("meta"))
+    return empty_quantized(x.shape, kind, columns, torch.device("meta"))
 
 
 @operation(_cost, meta=_meta, rowwise=True)
@@ -39,10 +39,10 @@ def round_rows(x: Tensor, kind: str, columns: int, static: float | None = None) 
     """
     groups = Scheme(kind, 1, columns)
     scales = scales_of_rows(x.float(), groups, static)
-    return pack_values(rounded(x.float() * spread(1 / scales, groups, x.shape), kind), kind), scales
+    return pack_values(to_nearest(x.float() * spread(1 / scales, groups, x.shape), kind), kind), scales
 
 
-def empty_rounded(shape: torch.Size, kind: str, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def empty_quantized(shape: torch.Size, kind: str, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Memory for the results of `round_rows` of rows of this shape."""
     groups = -(-shape[1] // columns) if columns else 1
     values = torch.empty(shape, dtype=DTYPES[kind], device=device)
@@ -68,7 +68,7 @@ def in_8_bits(wide, scale, KIND: tl.constexpr, MOST: tl.constexpr):
 
 
 @jit
-def store_rounded(
+def store_quantized(
     wide,
     first_row,
     first_column,
@@ -131,7 +131,7 @@ def round_rows_kernel(
     if ONCE:
         held = (row < rows) & (column < width)
         wide = tl.load(x + row * x_stride + column, mask=held, other=0.0).to(tl.float32)
-        store_rounded(
+        store_quantized(
             wide, first_row, first_column, values, scales, rows, width, groups, static, KIND, MOST, LEAST, GROUP
         )
     else:
@@ -151,7 +151,7 @@ def round_rows_kernel(
 
 
 # Columns of the longest row that a program holds; of others, and of groups, a tile.
-MOST_COLUMNS, _COLUMNS = 16384, 4096
+MAX_COLUMNS, _COLUMNS = 16384, 4096
 
 
 def rounding_tile(width: int, columns: int) -> tuple[dict[str, int], int]:
@@ -159,18 +159,18 @@ def rounding_tile(width: int, columns: int) -> tuple[dict[str, int], int]:
     padded = next_power_of_2(width)
     if columns:
         padded = max(columns, min(padded, _COLUMNS))
-    padded = padded if padded <= MOST_COLUMNS else _COLUMNS
+    padded = padded if padded <= MAX_COLUMNS else _COLUMNS
     return {"ROWS": max(1, 1024 // padded), "COLUMNS": padded}, min(max(padded // 512, 4), 16)
 
 
 def rounding_constants(kind: str, columns: int) -> dict[str, Any]:
-    """What kernels that end in `store_rounded` are compiled for."""
-    return {"KIND": kind, "MOST": LARGEST[kind], "LEAST": LEAST_SCALE, "GROUP": columns}
+    """What kernels that end in `store_quantized` are compiled for."""
+    return {"KIND": kind, "MOST": LARGEST[kind], "LEAST": MIN_SCALE, "GROUP": columns}
 
 
 def _triton(x: Tensor, kind: str, columns: int, static: float | None = None) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
-    values, scales = empty_rounded(x.shape, kind, columns, x.device)
+    values, scales = empty_quantized(x.shape, kind, columns, x.device)
     tile, warps = rounding_tile(width, columns)
     once = columns > 0 or width <= tile["COLUMNS"]
     if rows:
@@ -182,7 +182,7 @@ def _triton(x: Tensor, kind: str, columns: int, static: float | None = None) -> 
 
 
 def can_round(x: Tensor, kind: str, columns: int, static: float | None = None) -> bool:
-    """Whether kernels that end in `store_rounded` can round such rows."""
+    """Whether kernels that end in `store_quantized` can round such rows."""
     power_of_2 = columns & (columns - 1) == 0
     return kind in DTYPES and power_of_2 and columns <= _COLUMNS and x.stride(-1) == 1 and x.shape[-1] > 0
 

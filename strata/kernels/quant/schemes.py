@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from strata.kernels.quant.packed import MX_GROUP, NV_GROUP, TWO_OF_FOUR, Scheme
+from strata.kernels.quant.quantized import MX_GROUP, NV_GROUP, TWO_OF_FOUR, Scheme
 from strata.kernels.quant.two_of_four import BYTE_COLUMNS
 
 # Columns that share a scale of int4 unless something else is asked for, as AWQ and GPTQ checkpoints have it.

@@ -21,7 +21,7 @@ def is_two_of_four(weight: Tensor) -> bool:
     return bool((_fours(weight) != 0).sum(-1).le(KEPT).all())
 
 
-def least_two_of_four(scores: Tensor) -> Tensor:
+def smallest_two_of_four(scores: Tensor) -> Tensor:
     """True at the two least of each four scores [..., width]; of equal ones at the first."""
     fours = _fours(scores)
     least = fours.argsort(dim=-1, stable=True)[..., : FOUR - KEPT]

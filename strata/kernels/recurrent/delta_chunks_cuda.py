@@ -1,6 +1,6 @@
 """The gated delta rule over prompts on CUDA: what its three kernels wait in, their tiles and their launches.
 
-Grids follow from shapes alone, so that a step can be recorded in a CUDA graph: a step of so many tokens and sequences
+Grids follow from shapes alone, so that a step can be captured in a CUDA graph: a step of so many tokens and sequences
 has `tokens // 64 + sequences` tiles at most, and a program finds the chunk that it is given, if any.
 
 Of the three kernels only the walk from chunk to chunk is serial.

@@ -1,6 +1,6 @@
 """RMS norm of a recurrence's result and its gate: Mamba-2 gates first, gated delta networks gate afterwards.
 
-`divided_gated_rms_norm`: of rows that several ranks divide: each squares its own columns, the sum over ranks scales
+`sharded_gated_rms_norm`: of rows that several ranks divide: each squares its own columns, the sum over ranks scales
 them.
 """
 
@@ -159,7 +159,7 @@ def _norm_cost(
 
 
 @operation(_norm_cost, rowwise=True)
-def divided_gated_rms_norm(x: Tensor, gate: Tensor, total: Tensor, ranks: int, weight: Tensor, eps: float) -> Tensor:
+def sharded_gated_rms_norm(x: Tensor, gate: Tensor, total: Tensor, ranks: int, weight: Tensor, eps: float) -> Tensor:
     """`gated_rms_norm`, gated first, of this rank's columns of rows that are one group and that `ranks` ranks divide
     evenly.
 
@@ -180,5 +180,5 @@ def _gated(x: Tensor, gate: Tensor) -> Tensor:
 gated_mean_square.by_definition("cpu", name="blocks", invariant=True)
 # On a GPU the order in which torch adds up a row depends on how many there are.
 gated_mean_square.by_definition("cuda")
-divided_gated_rms_norm.by_definition("cpu", name="blocks", invariant=True)
-divided_gated_rms_norm.by_definition("cuda", invariant=True)
+sharded_gated_rms_norm.by_definition("cpu", name="blocks", invariant=True)
+sharded_gated_rms_norm.by_definition("cuda", invariant=True)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.state.fixed import FixedStates
+from strata.kernels.state.recurrent import RecurrentStates
 
-# Places in `FixedStates.tensors[layer]`.
+# Places in `RecurrentStates.tensors[layer]`.
 TAIL, STATE = 0, 1
 
 
@@ -38,7 +38,7 @@ class RecurrentBatch(Protocol):
     def longest(self) -> int: ...
 
     @property
-    def states(self) -> FixedStates | None: ...
+    def states(self) -> RecurrentStates | None: ...
 
 
 def first_states(batch: RecurrentBatch, layer: int, place: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def first_states(batch: RecurrentBatch, layer: int, place: int, shape: tuple[int
     if batch.states is None:
         return like.new_zeros(sequences, *shape)
     held = batch.states.tensors[layer][place].index_select(0, batch.states.slots).to(like.dtype)
-    return torch.where(is_fresh(batch).view(-1, *(1,) * len(shape)), held.new_zeros(()), held)
+    return torch.where(begins_here(batch).view(-1, *(1,) * len(shape)), held.new_zeros(()), held)
 
 
 def keep_states(batch: RecurrentBatch, layer: int, place: int, last: Tensor) -> None:
@@ -71,7 +71,7 @@ def states_and_slots(batch: RecurrentBatch, layer: int, like: Tensor) -> tuple[T
     return batch.states.tensors[layer][STATE], batch.states.slots
 
 
-def is_fresh(batch: RecurrentBatch) -> Tensor:
+def begins_here(batch: RecurrentBatch) -> Tensor:
     """[sequences] whether each begins here; unspecified for one without tokens."""
     if not batch.positions.shape[0]:
         return torch.ones_like(batch.offsets[:-1], dtype=torch.bool)

@@ -18,7 +18,7 @@ from strata.kernels.triton_import import jit, tl
 class TablesCall(NamedTuple):
     """The operands of `gather_tables`.
 
-    tables: [slots + 1, most_pages] int32 of all sequences, in which the page of a last token is entered; rows:
+    tables: [slots + 1, page_limit] int32 of all sequences, in which the page of a last token is entered; rows:
     [sequences] int32, whose they are. offsets: [sequences + 1], lengths: [sequences], slot_mapping: [tokens], all
     int32, as in `Batch` and `PagedKV`: the page follows from them, so that of one token nothing else has to tell the
     device. Length 0 enters nothing.
@@ -43,7 +43,7 @@ def _meta(call: TablesCall) -> Tensor:
 
 @operation(_cost, operands=TablesCall, meta=_meta, mutates=("tables",))
 def gather_tables(call: TablesCall) -> Tensor:
-    """The tables of a step's sequences, [sequences, most_pages] int32, right up to the page of each last token."""
+    """The tables of a step's sequences, [sequences, page_limit] int32, right up to the page of each last token."""
     tables, rows, offsets, lengths, slot_mapping, page_size = call
     held = lengths > 0
     last = slot_mapping[offsets[1:][held].long() - 1]
@@ -57,11 +57,11 @@ _BLOCK = 1024
 
 
 # The inputs of a step are views of one buffer, at any address.
-@partial(jit, unspecialized=("rows", "offsets", "lengths", "slot_mapping", "most_pages"))
+@partial(jit, unspecialized=("rows", "offsets", "lengths", "slot_mapping", "page_limit"))
 def gather_tables_kernel(
-    tables, rows, offsets, lengths, slot_mapping, result, most_pages, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr
+    tables, rows, offsets, lengths, slot_mapping, result, page_limit, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Programs [sequences, most_pages / BLOCK]; those past the page of the last token have nothing to do."""
+    """Programs [sequences, page_limit / BLOCK]; those past the page of the last token have nothing to do."""
     sequence = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + sequence)
     last = tl.maximum(length - 1, 0) // PAGE_SIZE
@@ -70,22 +70,22 @@ def gather_tables_kernel(
         return
     token = tl.load(offsets + sequence + 1) - 1
     slot = tl.load(slot_mapping + token, mask=length > 0, other=-1)
-    table = tables + tl.load(rows + sequence).to(tl.int64) * most_pages
+    table = tables + tl.load(rows + sequence).to(tl.int64) * page_limit
     column = first + tl.arange(0, BLOCK)
     new = (column == last) & (slot >= 0)
-    page = tl.load(table + column, mask=(column <= last) & (column < most_pages) & ~new, other=0)
+    page = tl.load(table + column, mask=(column <= last) & (column < page_limit) & ~new, other=0)
     page = tl.where(new, slot // PAGE_SIZE, page)
     tl.store(table + column, page, mask=new)
-    tl.store(result + sequence * most_pages + column, page, mask=(column <= last) & (column < most_pages))
+    tl.store(result + sequence * page_limit + column, page, mask=(column <= last) & (column < page_limit))
 
 
 def _triton(call: TablesCall) -> Tensor:
     tables, rows, *others, page_size = call
-    sequences, most_pages = len(rows), tables.shape[1]
-    result = torch.empty((sequences, most_pages), dtype=tables.dtype, device=tables.device)
+    sequences, page_limit = len(rows), tables.shape[1]
+    result = torch.empty((sequences, page_limit), dtype=tables.dtype, device=tables.device)
     if sequences:
-        grid = (sequences, ceil_div(most_pages, _BLOCK))
-        gather_tables_kernel[grid](tables, rows, *others, result, most_pages, PAGE_SIZE=page_size, BLOCK=_BLOCK)
+        grid = (sequences, ceil_div(page_limit, _BLOCK))
+        gather_tables_kernel[grid](tables, rows, *others, result, page_limit, PAGE_SIZE=page_size, BLOCK=_BLOCK)
     return result
 
 

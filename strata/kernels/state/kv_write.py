@@ -11,8 +11,8 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.state.paged import PagedKV
-from strata.kernels.state.rounded_rows import round_rows, widen_rows
-from strata.kernels.state.rounded_triton import rounded_write_kernel, write_rounded
+from strata.kernels.state.quantized_rows import round_rows, widen_rows
+from strata.kernels.state.quantized_triton import quantized_write_kernel, write_quantized
 from strata.kernels.triton_import import jit, tl
 
 
@@ -21,7 +21,7 @@ def _cost(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int, *, workload: 
         return Cost()
     given = k.nbytes + v.nbytes
     written = given
-    if pages.is_rounded:  # and what the rows then stand for, for attention of this step
+    if pages.is_quantized:  # and what the rows then stand for, for attention of this step
         rows = 2 * k.shape[0] * k.shape[1]
         written += rows * (k.shape[2] + 1)
     return Cost(read=given + pages.slot_mapping.nbytes, written=written)
@@ -40,7 +40,7 @@ def kv_write(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[T
     """
     if pages is None:
         return k, v
-    if pages.is_rounded:
+    if pages.is_quantized:
         return _write_rounded(k, v, pages, layer)
     index, new = pages.index, (k, v)
     if index is None:
@@ -115,8 +115,8 @@ def token_tile(width: int) -> dict[str, int]:
 def _triton(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Tensor, Tensor]:
     if pages is None:
         return k, v
-    if pages.is_rounded:
-        return write_rounded(k, v, pages, layer)
+    if pages.is_quantized:
+        return write_quantized(k, v, pages, layer)
     tokens, heads, head_dim = k.shape
     if tokens:
         tile = token_tile(heads * head_dim)
@@ -131,7 +131,7 @@ def _triton(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Te
 
 
 def _kernels(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Any, ...]:
-    return (rounded_write_kernel if pages is not None and pages.is_rounded else kv_write_kernel,)
+    return (quantized_write_kernel if pages is not None and pages.is_quantized else kv_write_kernel,)
 
 
 kv_write.in_triton(_triton, invariant=True, kernels=_kernels)

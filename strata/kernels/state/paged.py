@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from strata.kernels.attention.batch_parts import BatchParts
+from strata.kernels.attention.batch_split import BatchSplit
 from strata.kernels.attention.cpu_plan import AttentionPlan
-from strata.kernels.state.rounded_rows import widen_rows
+from strata.kernels.state.quantized_rows import widen_rows
 
 
 @dataclass(frozen=True)
@@ -18,17 +18,17 @@ class PagedKV:
     """The KV pools of all layers and the way of each sequence through them.
 
     keys, values: a tensor a layer, [pages, page_size, kv_heads, head_dim].
-    tables: [sequences, most_pages] int32, the pages of each sequence in order; entries past its length are unspecified,
+    tables: [sequences, page_limit] int32, the pages of each sequence in order; entries past its length are unspecified,
         and nothing may be read by them.
     lengths: [sequences] int32, tokens of each sequence once this batch's have been written. 0 marks a padding row.
     slot_mapping: [tokens] int32, page * page_size + offset where each token's key and value go; -1 of padding and
-        -2 of a token that another rank keeps (`kept_keys`) write nothing.
+        -2 of a token that another rank keeps (`dcp_shard`) write nothing.
     plan: what attention on a CPU needs to know of this step in every layer (`attention_cpu.planned` makes it); None:
         each layer works it out from the tensors above.
     index: [tokens] int64, the slot mapping again, if none of it is negative: a CPU writes by it. None: layers look.
     parts: for CUDA, which kernel attends for which rows of a step with prompts; None: attention treats all alike.
     key_exponents, value_exponents: a tensor a layer, [pages, kv_heads, page_size] uint8, where the pools hold 8 bits
-        (see `rounded_rows`); empty: the pools hold what is written as it is.
+        (see `quantized_rows`); empty: the pools hold what is written as it is.
     bounds: a tensor a layer, [pages, 2, kv_heads, head_dim] in the keys' dtype, the smallest and the largest element of
         the keys of each page; empty: nobody chooses pages (see `page_choice`).
     """
@@ -40,22 +40,22 @@ class PagedKV:
     slot_mapping: Tensor
     plan: AttentionPlan | None = None
     index: Tensor | None = None
-    parts: BatchParts | None = None
+    parts: BatchSplit | None = None
     key_exponents: tuple[Tensor, ...] = ()
     value_exponents: tuple[Tensor, ...] = ()
     bounds: tuple[Tensor, ...] = ()
 
     @property
-    def is_rounded(self) -> bool:
+    def is_quantized(self) -> bool:
         return bool(self.key_exponents)
 
     def exponents(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """Of a layer's keys and values; None where the pools hold what is written as it is."""
-        return (self.key_exponents[layer], self.value_exponents[layer]) if self.is_rounded else (None, None)
+        return (self.key_exponents[layer], self.value_exponents[layer]) if self.is_quantized else (None, None)
 
     def holds(self, layer: int, dtype: torch.dtype) -> bool:
         """Whether a layer's rows can be read in `dtype` without loss."""
-        return self.is_rounded or self.keys[layer].dtype == self.values[layer].dtype == dtype
+        return self.is_quantized or self.keys[layer].dtype == self.values[layer].dtype == dtype
 
     @property
     def page_size(self) -> int:
@@ -70,7 +70,7 @@ class PagedKV:
     def rows(self, layer: int, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The keys and values of whole pages, by their numbers [count]: [count, page_size, kv_heads, head_dim]."""
         keys, values = self.keys[layer][pages], self.values[layer][pages]
-        if not self.is_rounded:
+        if not self.is_quantized:
             return keys, values
         exponents = (each[layer][pages].transpose(1, 2) for each in (self.key_exponents, self.value_exponents))
         key, value = (widen_rows(one, other, dtype) for one, other in zip((keys, values), exponents, strict=True))

@@ -16,7 +16,7 @@ from strata.kernels.norm.norm import inverse_rms, rms_norm, scaled
 from strata.kernels.rotary.rope import rope
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
-from strata.kernels.state.rounded_triton import rounded_write_kernel, write_rounded
+from strata.kernels.state.quantized_triton import quantized_write_kernel, write_quantized
 from strata.kernels.triton_import import jit, tl
 
 
@@ -196,7 +196,7 @@ def _triton(call: HeadsCall) -> tuple[Tensor, Tensor, Tensor]:
     tokens, head_dim = product.shape[0], cos.shape[-1]
     rotated = torch.empty((tokens, heads + kv_heads, head_dim), dtype=product.dtype, device=product.device)
     into: tuple[Tensor | None, ...] = (None, None, None)
-    if pages is not None and not pages.is_rounded:
+    if pages is not None and not pages.is_quantized:
         into = pages.keys[spec.layer], pages.values[spec.layer], pages.slot_mapping
     if tokens:
         tile = _tile(head_dim)
@@ -209,8 +209,8 @@ def _triton(call: HeadsCall) -> tuple[Tensor, Tensor, Tensor]:
         )
     q, k = rotated.split_with_sizes((heads, kv_heads), 1)
     v = product.unflatten(-1, (-1, head_dim)).narrow(1, heads + kv_heads, kv_heads)
-    if pages is not None and pages.is_rounded:
-        k, v = write_rounded(k, v, pages, spec.layer)
+    if pages is not None and pages.is_quantized:
+        k, v = write_quantized(k, v, pages, spec.layer)
     return q, k, v
 
 
@@ -219,8 +219,8 @@ def _fits(call: HeadsCall) -> bool:
 
 
 def _kernels(call: HeadsCall) -> tuple[Any, ...]:
-    rounds = call.pages is not None and call.pages.is_rounded
-    return (qk_rope_kv_write_kernel, *[rounded_write_kernel] * rounds)
+    rounds = call.pages is not None and call.pages.is_quantized
+    return (qk_rope_kv_write_kernel, *[quantized_write_kernel] * rounds)
 
 
 qk_rope_kv_write.in_triton(_triton, invariant=True, supports=_fits, kernels=_kernels)

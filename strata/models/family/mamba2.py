@@ -21,7 +21,7 @@ from strata.models.config import ModelConfig
 from strata.models.family_config import RecurrenceConfig
 from strata.models.layers import CausalLM, Layer, Linear, RMSNorm
 from strata.models.recurrence.state_space_config import StateSpaceConfig
-from strata.models.state import FixedState, LayerState
+from strata.models.state import LayerState, RecurrentState
 
 # Time steps in the beginning lie between these (Gu and Dao 2023, section 3.6).
 _FIRST_STEPS = (0.001, 0.1)
@@ -62,7 +62,7 @@ class StateSpace(nn.Module):
         inner, groups = config.inner_size, config.groups * config.state_size
         self.head_dim, self.state_size = config.head_dim, config.state_size
         self.parts, self.channels = [inner, config.conv_size, config.heads], [inner, groups, groups]
-        self.spec = StateSpaceSpec(layer, config.least_step, config.most_step)
+        self.spec = StateSpaceSpec(layer, config.min_step, config.max_step)
         self.in_proj = Linear(hidden_size, config.product_size, bias=config.bias)
         self.conv1d = ShortConvolution(config.conv_size, config.width, layer, bias=config.conv_bias)
         self.dt_bias, self.A_log, self.D = (nn.Parameter(torch.empty(config.heads)) for _ in range(3))
@@ -90,11 +90,11 @@ class StateSpace(nn.Module):
         return self.out_proj(self.norm(mixed.flatten(-2), gate))
 
 
-def kept_by(config: RecurrenceConfig | None) -> FixedState:
+def kept_by(config: RecurrenceConfig | None) -> RecurrentState:
     """What a layer's convolution and its state space keep of a sequence."""
     assert isinstance(config, StateSpaceConfig)
     tail, state = (config.conv_size, config.width - 1), (config.heads, config.head_dim, config.state_size)
-    return FixedState((tail, state), (None, torch.float32))
+    return RecurrentState((tail, state), (None, torch.float32))
 
 
 class NarrowingNorm(RMSNorm):

@@ -22,7 +22,7 @@ from strata.models.experts import ExpertNames, SparseCausalLM, SparseMLP
 from strata.models.family.mamba2 import GatedRMSNorm, ShortConvolution
 from strata.models.layers import MLP, Attention, Layer, Linear, OffsetRMSNorm
 from strata.models.recurrence.gated_delta_config import GatedDeltaConfig
-from strata.models.state import FixedState, LayerState, attention_rows
+from strata.models.state import LayerState, RecurrentState, attention_rows
 
 # Decays in the beginning go from nothing to this, as in transformers.
 _LARGEST_RATE = 16.0
@@ -152,5 +152,5 @@ class Qwen3Next(SparseCausalLM):
         delta = config.recurrence
         assert isinstance(delta, GatedDeltaConfig)
         tail, state = (delta.conv_size, delta.width - 1), (delta.heads, delta.key_dim, delta.value_dim)
-        rows, kept = attention_rows(config), FixedState((tail, state), (None, torch.float32))
+        rows, kept = attention_rows(config), RecurrentState((tail, state), (None, torch.float32))
         return tuple(rows if attends else kept for attends in config.attends)

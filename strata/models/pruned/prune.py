@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from strata.kernels.quant.two_of_four import FOUR, least_two_of_four
+from strata.kernels.quant.two_of_four import FOUR, smallest_two_of_four
 from strata.models.batch import Batch
 from strata.models.checkpoint import shorten
 from strata.models.pruned.settings import MAGNITUDE, SPARSEGPT, TWO_OF_FOUR, WANDA, Pruning
@@ -118,7 +118,7 @@ def _prune_block(block: Tensor, pruning: Pruning, factor: Tensor) -> Tensor:
     for column in range(block.shape[1]):
         if in_fours and column % FOUR == 0:
             four = slice(column, column + FOUR)
-            gone[:, four] = least_two_of_four((block[:, four] / diagonal[four]).square())
+            gone[:, four] = smallest_two_of_four((block[:, four] / diagonal[four]).square())
         lost = block[:, column].masked_fill(~gone[:, column], 0.0)
         block[:, column] -= lost
         errors[:, column] = lost / diagonal[column]
@@ -145,6 +145,6 @@ def wanda(weight: Tensor, pruning: Pruning, mean_squares: Tensor) -> Tensor:
 def lowest(scores: Tensor, pruning: Pruning) -> Tensor:
     """True at the share of the least of each row [..., width], or of each four columns; of equal ones at the first."""
     if pruning.pattern == TWO_OF_FOUR:
-        return least_two_of_four(scores)
+        return smallest_two_of_four(scores)
     order = scores.argsort(dim=-1, stable=True)[..., : round(pruning.share * scores.shape[-1])]
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)

@@ -18,8 +18,8 @@ from strata.models.quantized.calibrate.stream import LayerStream
 class Zeros:
     """Of all matrices of a kind, such as "down_proj". two_of_four: how many are 2:4 sparse.
 
-    nbytes: in the checkpoint, zeros among them. packed_bytes: of those that can be compressed as 2:4, compressed, and
-    of the others as they are.
+    nbytes: in the checkpoint, zeros among them. quantized_bytes: of those that can be compressed as 2:4, compressed,
+    and of the others as they are.
     """
 
     kind: str
@@ -28,7 +28,7 @@ class Zeros:
     zeros: int = 0
     two_of_four: int = 0
     nbytes: int = 0
-    packed_bytes: int = 0
+    quantized_bytes: int = 0
 
     @property
     def share(self) -> float:

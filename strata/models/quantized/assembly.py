@@ -9,25 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.kernels.quant.packed import (
+from strata.kernels.quant.quantized import (
     MX_GROUP,
     TWO_OF_FOUR,
-    PackedWeight,
+    QuantizedWeight,
     Scheme,
     join,
     joinable,
     pack,
-    part_of,
     scaled_apart,
+    shard_of,
     shared_input_scale,
-    with_own_rows,
+    with_scale_per_row,
 )
 from strata.kernels.quant.two_of_four import BYTE_COLUMNS
 from strata.models.experts import stored_views
 from strata.models.layers import CausalLM
-from strata.models.part import Box, Boxes, ModelPart, whole
 from strata.models.quantized.checkpoint import Checkpoint
-from strata.models.quantized.matrices import own_matrices
+from strata.models.quantized.matrices import local_matrices
+from strata.models.shard import Box, Boxes, ModelShard, whole
 
 _VALUES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
@@ -41,9 +41,9 @@ class Assembly:
 
     def __init__(self, name: str, count: int, parts: int) -> None:
         self._name, self._count, self._parts = name, count, parts
-        self.made: PackedWeight | None = None
+        self.made: QuantizedWeight | None = None
 
-    def put(self, number: int, matrix: PackedWeight) -> None:
+    def put(self, number: int, matrix: QuantizedWeight) -> None:
         """Matrix `number` of the parameter, in the order of `stored_views`, beside the others or in the place of one.
         Raises ValueError if it cannot lie beside those that came before."""
         matrix = self._joinable(matrix)
@@ -61,28 +61,28 @@ class Assembly:
                 target = whole_of[expert, part * rows : (part + 1) * rows] if self._count else whole_of
                 target.copy_(piece)
 
-    def like_all(self, matrix: PackedWeight) -> PackedWeight:
+    def like_all(self, matrix: QuantizedWeight) -> QuantizedWeight:
         """What it is if all matrices are like this one; their values are not filled in."""
         matrix = self._joinable(matrix)
         return self._room_for(matrix) if self._count else matrix
 
     @property
-    def weight(self) -> PackedWeight:
+    def weight(self) -> QuantizedWeight:
         assert self.made is not None
         return self.made
 
-    def _joinable(self, matrix: PackedWeight) -> PackedWeight:
+    def _joinable(self, matrix: QuantizedWeight) -> QuantizedWeight:
         """With scales of which none is of the rows of two parts, nor of two matrices that are merged."""
-        return with_own_rows(matrix) if not matrix.rows or matrix.shape[0] % matrix.rows else matrix
+        return with_scale_per_row(matrix) if not matrix.rows or matrix.shape[0] % matrix.rows else matrix
 
-    def _room_for(self, matrix: PackedWeight) -> PackedWeight:
+    def _room_for(self, matrix: QuantizedWeight) -> QuantizedWeight:
         tensors = {
             name: one if name == "order" else one.new_empty((self._count, self._parts * one.shape[0], *one.shape[1:]))
             for name, one in matrix.tensors.items()
         }
         return matrix.with_tensors(tensors)
 
-    def _require_alike(self, matrix: PackedWeight) -> None:
+    def _require_alike(self, matrix: QuantizedWeight) -> None:
         if matrix.rows != self.weight.rows or not joinable(matrix, self.weight):
             raise ValueError(
                 f"the experts of {self._name} are packed in different ways, and one product multiplies by all of them: "
@@ -97,10 +97,12 @@ def assembly(model: CausalLM, name: str) -> Assembly:
         return Assembly(name, 0, 1)
     _, stored = next(stored_views(model, name, parameter))
     shape = tuple(stored.shape)
-    return Assembly(name, len(parameter), parameter.shape[-2] // own_matrices(name, shape, (whole(shape),))[0].shape[0])
+    return Assembly(
+        name, len(parameter), parameter.shape[-2] // local_matrices(name, shape, (whole(shape),))[0].shape[0]
+    )
 
 
-def packed_box(box: Box, shape: tuple[int, ...], scheme: Scheme) -> Box:
+def quantized_box(box: Box, shape: tuple[int, ...], scheme: Scheme) -> Box:
     """What has to be read of a matrix of `shape` so that the box has the scales that it has in the whole matrix: all
     columns, as every scale of a row may follow from all of them, and the rows that share scales with the box's."""
     (first, end), _ = box
@@ -119,20 +121,20 @@ def pack_boxes(
     shape: tuple[int, ...],
     boxes: Boxes,
     scheme: Scheme,
-    like: PackedWeight | None = None,
-) -> PackedWeight:
+    like: QuantizedWeight | None = None,
+) -> QuantizedWeight:
     """Boxes of a matrix of `shape` in a scheme, one above the other. values: those of a box of the matrix. like: see
     `pack`."""
     parts = []
     for box in boxes:
         (first, end), columns = box
-        taken = packed_box(box, shape, scheme)
+        taken = quantized_box(box, shape, scheme)
         start = taken[0][0]
-        parts.append(part_of(pack(values(taken), scheme, like), (first - start, end - start), columns))
+        parts.append(shard_of(pack(values(taken), scheme, like), (first - start, end - start), columns))
     return parts[0] if len(parts) == 1 else join(parts)
 
 
-def planned_boxes(shape: tuple[int, ...], boxes: Boxes, scheme: Scheme, dtype: torch.dtype) -> PackedWeight:
+def planned_boxes(shape: tuple[int, ...], boxes: Boxes, scheme: Scheme, dtype: torch.dtype) -> QuantizedWeight:
     """What `pack_boxes` makes, as `planned_box` plans it."""
     parts = [planned_box(shape, box, scheme, dtype) for box in boxes]
     first = parts[0]
@@ -147,7 +149,7 @@ def planned_boxes(shape: tuple[int, ...], boxes: Boxes, scheme: Scheme, dtype: t
     return first.with_tensors(fields)._replace(rows=1 if own_rows else first.rows)
 
 
-def planned_box(shape: tuple[int, ...], box: Box, scheme: Scheme, dtype: torch.dtype) -> PackedWeight:
+def planned_box(shape: tuple[int, ...], box: Box, scheme: Scheme, dtype: torch.dtype) -> QuantizedWeight:
     """On the meta device what `pack_boxes` makes of a box of a matrix of `shape`, from the sizes alone: an operation on
     that device would import a package for symbolic algebra. dtype: of the matrix.
 
@@ -175,17 +177,17 @@ def planned_box(shape: tuple[int, ...], box: Box, scheme: Scheme, dtype: torch.d
     if scaled_twice:
         row_scales = torch.empty(out, 1, dtype=torch.float32, device="meta")
     made = torch.empty(out, width // 2 if two or sparse else width, dtype=values, device="meta")
-    return PackedWeight.of(scheme, made, torch.empty(groups, dtype=scales, device="meta"), None, row_scales)
+    return QuantizedWeight.of(scheme, made, torch.empty(groups, dtype=scales, device="meta"), None, row_scales)
 
 
 def meta_weights(
     model: CausalLM,
     complete: CausalLM,
-    part: ModelPart | None,
+    part: ModelShard | None,
     schemes: Mapping[str, Scheme],
     checkpoint: Checkpoint | None = None,
     dtype: torch.dtype = torch.bfloat16,
-) -> dict[str, PackedWeight]:
+) -> dict[str, QuantizedWeight]:
     """The packed weights of these parameters on the meta device, of the shapes that they will have.
 
     model: of `part`, or, where that is None, `complete`, of the whole config. dtype: of floats. checkpoint: that has
@@ -193,11 +195,11 @@ def meta_weights(
     that cannot be packed.
     """
     found = {}
-    read: dict[tuple[Any, ...], PackedWeight] = {}
+    read: dict[tuple[Any, ...], QuantizedWeight] = {}
     for name, scheme in schemes.items():
         stored, tensor = next(stored_views(complete, name, complete.get_parameter(name)))
         sizes = tuple(tensor.shape)
-        shape, boxes, *_ = own_matrices(name, sizes, (whole(sizes),) if part is None else part.boxes(name, sizes))[0]
+        shape, boxes, *_ = local_matrices(name, sizes, (whole(sizes),) if part is None else part.boxes(name, sizes))[0]
         try:
             if checkpoint is None or checkpoint.format is None:
                 like = planned_boxes(shape, boxes, scheme, dtype)
@@ -211,7 +213,7 @@ def meta_weights(
     return found
 
 
-def _on_meta(weight: PackedWeight) -> PackedWeight:
+def _on_meta(weight: QuantizedWeight) -> QuantizedWeight:
     return weight.with_tensors(
         {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in weight.tensors.items()}
     )

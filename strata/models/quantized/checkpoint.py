@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from strata.files.json_object import read_object
 from strata.files.weight_index import INDEX, SINGLE
-from strata.kernels.quant.packed import PackedWeight, dense, join
+from strata.kernels.quant.quantized import QuantizedWeight, dense, join
 from strata.models.checkpoint import StoredTensor, read_checkpoint, shorten
 from strata.models.experts import stored_parameters, stored_views
-from strata.models.part import Box, Boxes, whole
-from strata.models.quantized.formats.read import MODELOPT_FILE, PackedFormat, read_format
+from strata.models.quantized.formats.read import MODELOPT_FILE, QuantizedFormat, read_format
+from strata.models.shard import Box, Boxes, whole
 from strata.models.sources import TensorSource, match_tensors, pieces
 
 
@@ -30,14 +30,14 @@ class Checkpoint:
     folder: Path
     tensors: Mapping[str, StoredTensor]
     sources: Mapping[str, StoredTensor]
-    format: PackedFormat | None
+    format: QuantizedFormat | None
 
     @staticmethod
     def of(folder: Path, complete: nn.Module) -> Checkpoint:
         """complete: the model of the folder's config; it may be on the meta device. Raises ValueError as
         `read_checkpoint`, `read_format` and `match_tensors` do, and for a matrix that is there packed and in floats.
         """
-        format = packed_format(folder)
+        format = quantized_format(folder)
         tensors = read_checkpoint(folder, packed=format is not None)
         if format is not None:
             tensors = {name: tensor for name, tensor in tensors.items() if name not in format.claimed}
@@ -51,13 +51,13 @@ class Checkpoint:
             }
         return Checkpoint(folder, tensors, match_tensors(complete, tensors, folder), format)
 
-    def is_packed(self, stored: str) -> bool:
+    def is_quantized(self, stored: str) -> bool:
         """stored: what the model's checkpoints call a matrix; where they join some, of a part."""
         return self.format is not None and self.sources[stored].name in self.format.matrices
 
-    def read(self, stored: str, boxes: Boxes) -> PackedWeight:
+    def read(self, stored: str, boxes: Boxes) -> QuantizedWeight:
         """Boxes of a packed matrix, one above the other, on the CPU."""
-        return _Packed(self.sources[stored], self.format).packed(boxes)
+        return _Packed(self.sources[stored], self.format).quantized(boxes)
 
     def read_all(self, wanted: Iterable[str]) -> Iterator[tuple[str, TensorSource]]:
         """Stored parameters, to be read as they come: file by file and in the order of the file."""
@@ -106,12 +106,12 @@ class Checkpoint:
 
 
 class _Packed(TensorSource):
-    """Of a matrix that a checkpoint has packed. reader: a `PackedFormat`."""
+    """Of a matrix that a checkpoint has packed. reader: a `QuantizedFormat`."""
 
     def copy(self, box: Box, target: Tensor) -> None:
-        target.copy_(dense(self.packed((box,))))
+        target.copy_(dense(self.quantized((box,))))
 
-    def packed(self, boxes: Boxes) -> PackedWeight:
+    def quantized(self, boxes: Boxes) -> QuantizedWeight:
         stored, parts = self.stored, []
         for rows, columns in boxes:
             first, end = (stored.first_row + row for row in rows)
@@ -120,7 +120,7 @@ class _Packed(TensorSource):
 
 
 def _without_empty_biases(
-    tensors: Mapping[str, StoredTensor], format: PackedFormat, complete: nn.Module
+    tensors: Mapping[str, StoredTensor], format: QuantizedFormat, complete: nn.Module
 ) -> dict[str, StoredTensor]:
     """The tensors but for biases, zeros throughout, of packed matrices that have none in the model: AutoGPTQ wrote them
     (AutoGPTQ/AutoGPTQ#555, 2024-02)."""
@@ -134,16 +134,18 @@ def _is_zero(stored: StoredTensor) -> bool:
         return not bool(reader.get_tensor(stored.name).any())
 
 
-def packed_format(folder: Path) -> PackedFormat | None:
+def quantized_format(folder: Path) -> QuantizedFormat | None:
     """Of a folder's packed weights; None if it has none, or no weights at all."""
     if not ((folder / SINGLE).is_file() or (folder / INDEX).is_file()):
         return None
     config = read_object(folder / "config.json")
     return (
-        read_format(config, read_checkpoint(folder, packed=True), folder) if tells_of_packed(folder, config) else None
+        read_format(config, read_checkpoint(folder, packed=True), folder)
+        if is_quantized_folder(folder, config)
+        else None
     )
 
 
-def tells_of_packed(folder: Path, config: Mapping[str, Any]) -> bool:
+def is_quantized_folder(folder: Path, config: Mapping[str, Any]) -> bool:
     """Whether a folder says that its weights are packed; config: the contents of config.json."""
     return config.get("quantization_config") is not None or (folder / MODELOPT_FILE).is_file()

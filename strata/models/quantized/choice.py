@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from strata.kernels.quant.packed import PackedWeight, Scheme
+from strata.kernels.quant.quantized import QuantizedWeight, Scheme
 from strata.models.experts import ExpertRouter, Experts, has_joined_experts, stored_views
 from strata.models.layers import CausalLM
 from strata.models.quantized.checkpoint import Checkpoint
@@ -14,7 +14,7 @@ from strata.models.quantized.checkpoint import Checkpoint
 _HEAD = "lm_head.weight"
 
 
-def packed_by(scheme: Scheme, products: Iterable[str], model: CausalLM) -> dict[str, Scheme]:
+def quantized_by(scheme: Scheme, products: Iterable[str], model: CausalLM) -> dict[str, Scheme]:
     """The scheme of all products but the head and routers, of which errors would change which token or expert is
     chosen."""
     return {name: scheme for name in products if name != _HEAD and not _is_of_router(model, name)}
@@ -30,7 +30,7 @@ def pruned(products: Iterable[str], complete: CausalLM) -> list[str]:
     ]
 
 
-def packed_there(
+def quantized_there(
     checkpoint: Checkpoint, products: Iterable[str], complete: CausalLM, layers: CausalLM
 ) -> dict[str, Scheme]:
     """The schemes of the products of which a checkpoint has all matrices packed, but for a head that ranks cannot
@@ -45,12 +45,12 @@ def packed_there(
         parameter = complete.get_parameter(name)
         stored = [one for one, _ in stored_views(complete, name, parameter)]
         has_zeros = name == _HEAD and len(parameter) % len(layers.get_parameter(name))
-        if not has_zeros and all(checkpoint.is_packed(one) for one in stored):
+        if not has_zeros and all(checkpoint.is_quantized(one) for one in stored):
             schemes[name] = format.scheme_of(checkpoint.sources[stored[0]].name)
     return {name: scheme for name, scheme in schemes.items() if _multiplied_with(complete, name) <= schemes.keys()}
 
 
-def hold_packed(model: nn.Module, packed: Mapping[str, PackedWeight]) -> None:
+def hold_quantized(model: nn.Module, packed: Mapping[str, QuantizedWeight]) -> None:
     """Let modules hold packed weights in the place of these parameters, which products alone read.
 
     They are no parameters then: a cast or a move of the model passes them over.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from strata.models.part import Box, Boxes
+from strata.models.shard import Box, Boxes
 
 
-class OwnMatrix(NamedTuple):
+class LocalMatrix(NamedTuple):
     """A matrix with scales of its own. boxes: of it, that are wanted. expert, first_row: where it lies in a tensor
     [experts, rows, columns]; None, 0: it is the tensor."""
 
@@ -24,14 +24,14 @@ class OwnMatrix(NamedTuple):
         return (self.expert, self.expert + 1), (first + self.first_row, end + self.first_row), columns
 
 
-def own_matrices(name: str, shape: tuple[int, ...], boxes: Boxes) -> list[OwnMatrix]:
+def local_matrices(name: str, shape: tuple[int, ...], boxes: Boxes) -> list[LocalMatrix]:
     """Of a tensor of `shape`, of the parameter `name`, the matrices that boxes of it reach into.
 
     Of [experts, rows, columns] (Granite) each expert has its own, gate and up apart, as of checkpoints that have them
     in tensors of their own; experts in the order of the boxes.
     """
     if len(shape) == 2:
-        return [OwnMatrix((shape[0], shape[1]), boxes)]
+        return [LocalMatrix((shape[0], shape[1]), boxes)]
     rows = shape[1] // (2 if name.endswith("gate_up_proj") else 1)
     found = []
     for expert in dict.fromkeys(number for numbers, *_ in boxes for number in range(*numbers)):
@@ -41,5 +41,5 @@ def own_matrices(name: str, shape: tuple[int, ...], boxes: Boxes) -> list[OwnMat
                 for numbers, (first, end), columns in boxes
                 if expert in range(*numbers) and first < start + rows and end > start
             )
-            found.append(OwnMatrix((rows, shape[2]), own, expert, start))
+            found.append(LocalMatrix((rows, shape[2]), own, expert, start))
     return found

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from strata.files.fields import Fields
 
 # How checkpoints are packed that are served from packed weights (`strata.models.quantized.formats`).
-PACKED_METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "modelopt")
+QUANTIZED_METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "modelopt")
 
 
 def take_method(fields: Fields, accepted: Collection[str]) -> str:

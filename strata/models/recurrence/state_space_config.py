@@ -19,7 +19,7 @@ class StateSpaceConfig:
 
     heads, head_dim, state_size, groups: of its heads, whose states are [head_dim, state_size] each, and of the groups
     that share the inputs and outputs of states. width: tokens that the short convolution sees. bias, conv_bias: of the
-    products around it, and of the convolution. least_step, most_step: bounds of a time step. wide_residual: whether
+    products around it, and of the convolution. min_step, max_step: bounds of a time step. wide_residual: whether
     what layers add up is float32 whatever the weights are. has_mlps: whether these layers have MLPs besides.
     """
 
@@ -31,8 +31,8 @@ class StateSpaceConfig:
     width: int
     bias: bool = False
     conv_bias: bool = True
-    least_step: float = 0.0
-    most_step: float = math.inf
+    min_step: float = 0.0
+    max_step: float = math.inf
     wide_residual: bool = False
     has_mlps: bool = False
 
@@ -109,8 +109,8 @@ def read_space(
         width=read_width(fields, keys.width),
         bias=fields.flag(keys.bias, False),
         conv_bias=fields.flag(keys.conv_bias, True),
-        least_step=least,
-        most_step=most,
+        min_step=least,
+        max_step=most,
     )
 
 
@@ -149,7 +149,7 @@ def space_fields(space: StateSpaceConfig, keys: SpaceKeys) -> dict[str, Any]:
     """What `read_space` reads; `time_step_limit` where there are limits."""
     values = space.heads, space.groups, space.state_size, space.width, space.bias, space.conv_bias
     found: dict[str, Any] = dict(zip(keys, values, strict=True))
-    if (space.least_step, space.most_step) != (0.0, math.inf):
-        most = {"__float__": "Infinity"} if space.most_step == math.inf else space.most_step
-        found["time_step_limit"] = [space.least_step, most]
+    if (space.min_step, space.max_step) != (0.0, math.inf):
+        most = {"__float__": "Infinity"} if space.max_step == math.inf else space.max_step
+        found["time_step_limit"] = [space.min_step, most]
     return found

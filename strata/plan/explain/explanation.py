@@ -15,7 +15,7 @@ Subject = Literal["run", "request", "tail"]
 
 
 @dataclass(frozen=True)
-class Part:
+class LostTime:
     """Seconds of a run beyond its floor, in which layer they are lost and to what. name: for people."""
 
     name: str
@@ -33,7 +33,7 @@ class Waterfall:
 
     measured: float
     floor: float
-    parts: tuple[Part, ...]
+    parts: tuple[LostTime, ...]
 
     @property
     def unexplained(self) -> float:
@@ -84,10 +84,10 @@ class Explained:
 
     @staticmethod
     def of(
-        measured: float, floor: float, parts: Iterable[Part], operations: Iterable[OperationTime], bound: Cause
+        measured: float, floor: float, parts: Iterable[LostTime], operations: Iterable[OperationTime], bound: Cause
     ) -> Explained:
         """Parts of one name become one. Parts and operations: the longest first."""
-        found: dict[str, Part] = {}
+        found: dict[str, LostTime] = {}
         for part in parts:
             before = found.get(part.name)
             found[part.name] = part if before is None else replace(part, seconds=part.seconds + before.seconds)

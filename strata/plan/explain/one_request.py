@@ -11,7 +11,7 @@ from strata.engine.watch.request_ledger import Part as LedgerPart
 from strata.engine.watch.verdict import HELD_SHARE, NEAR, Cause, Remedy, Verdict
 from strata.models.folder import BUILTIN
 from strata.models.shapes import SHAPES
-from strata.plan.explain.explanation import Explanation, Part, Phase, Waterfall
+from strata.plan.explain.explanation import Explanation, LostTime, Phase, Waterfall
 from strata.plan.explain.verdict import Finding
 from strata.text.counted import counted
 
@@ -114,16 +114,16 @@ def _phases(ledger: RequestLedger) -> Iterator[Phase]:
         begin = end
 
 
-def _parts(ledger: RequestLedger) -> Iterator[Part]:
+def _parts(ledger: RequestLedger) -> Iterator[LostTime]:
     own = _seconds(ledger, _OWN)
     for part in PARTS:
         seconds = ledger.parts.get(part, 0.0)
         if part not in _OWN and seconds:
             name, cause = _SAID[part]
-            yield Part(name, "system", cause, seconds)
+            yield LostTime(name, "system", cause, seconds)
     if own:
         name = "its own steps" if ledger.floor is None else "its own steps, over their floor"
-        yield Part(name, "kernel", "unknown", own - _floor(ledger))
+        yield LostTime(name, "kernel", "unknown", own - _floor(ledger))
 
 
 def _floor(ledger: RequestLedger) -> float:

@@ -12,12 +12,12 @@ from strata.cost.nodes import NodeCost
 from strata.cost.step_model import StepModel, StepNodes
 from strata.engine.watch.verdict import Cause, Layer
 from strata.hardware.roofline import floor
-from strata.plan.explain.explanation import OperationTime, Part, StepWork
+from strata.plan.explain.explanation import LostTime, OperationTime, StepWork
 from strata.plan.explain.measurement import MeasuredStep, Measurement, recomputed
 
 BOUNDS: Mapping[str, Cause] = {"compute": "compute", "memory": "memory", "communication": "communication"}
 # Operations whose part of all is smaller are one part together.
-_LEAST_SHARE = 0.01
+_MIN_SHARE = 0.01
 TAKEN = "processors taken by other work"
 LAUNCHES = "launches and host work inside steps"
 PROMPTS = "prompts of other requests in the same steps"
@@ -43,7 +43,7 @@ class StepSplit:
     most of the floor."""
 
     floor: float
-    parts: tuple[Part, ...]
+    parts: tuple[LostTime, ...]
     operations: tuple[OperationTime, ...]
     bound: Cause
 
@@ -128,15 +128,15 @@ def split_steps(
             kept_floors = {bound: counted * least for bound, least in cost.floors.items()}
             operations[name].add(took, round(kept * cost.flops), round(kept * cost.bytes), cost.sent, kept_floors)
     summed = math.fsum(one.floor for one in operations.values())
-    least_of_all = min(math.fsum(floors.values()), summed)
+    min_of_all = min(math.fsum(floors.values()), summed)
     listed = sorted(operations.items(), key=lambda item: item[1].seconds, reverse=True)
-    between = Part("values that operations hand on through memory", "graph", "memory", summed - least_of_all)
+    between = LostTime("values that operations hand on through memory", "graph", "memory", summed - min_of_all)
     parts = [*_operation_parts(listed, sum(one.seconds for _, one in listed)), between]
-    parts += (Part(name, *_BESIDE[name], seconds) for name, seconds in beside.items())
+    parts += (LostTime(name, *_BESIDE[name], seconds) for name, seconds in beside.items())
     found_operations = tuple(
         OperationTime(name, one.seconds, one.floor, one.flops, one.bytes, _bound(one.floors)) for name, one in listed
     )
-    return StepSplit(least_of_all, tuple(part for part in parts if part.seconds), found_operations, _bound(floors))
+    return StepSplit(min_of_all, tuple(part for part in parts if part.seconds), found_operations, _bound(floors))
 
 
 def middle_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
@@ -152,7 +152,7 @@ def _idle_share(measured: Measurement, nodes: StepNodes, times: StepModel, step:
     traced = measured.traced.get(step.kind)
     if traced is not None:
         return max(0.0, 1 - math.fsum(traced.seconds.values()) / traced.whole)
-    is_launched = (step.eager or not nodes.recorded) and not measured.host_is_device
+    is_launched = (step.eager or not nodes.captured) and not measured.host_is_device
     return _waits_for_launches(nodes, times, step, usual) if is_launched else 0.0
 
 
@@ -178,8 +178,8 @@ def _lost(step: MeasuredStep, times: StepModel) -> float:
 
 
 def _padding(nodes: StepNodes, times: StepModel, step: MeasuredStep) -> float:
-    """The share of a recorded step that pads it."""
-    if not nodes.recorded or step.eager:
+    """The share of a captured step that pads it."""
+    if not nodes.captured or step.eager:
         return 0.0
     real, padded = (
         math.fsum(times.predictor.node(node, step.workload).seconds for node in each)
@@ -203,15 +203,15 @@ def _bound(floors: Mapping[str, float]) -> Cause:
     return BOUNDS[max(floors, key=lambda bound: floors[bound], default="memory")]
 
 
-def _operation_parts(listed: Sequence[tuple[str, _Sum]], whole: float) -> list[Part]:
+def _operation_parts(listed: Sequence[tuple[str, _Sum]], whole: float) -> list[LostTime]:
     parts, small, floors = [], 0.0, Counter[str]()
     for name, one in listed:
         over = one.seconds - one.floor
         if one.sent:
-            parts.append(Part(f"{name}: messages between ranks", "system", "communication", over))
-        elif over < _LEAST_SHARE * whole:
+            parts.append(LostTime(f"{name}: messages between ranks", "system", "communication", over))
+        elif over < _MIN_SHARE * whole:
             small += over
             floors.update(one.floors)
         else:
-            parts.append(Part(f"{name} over its floor", "kernel", _bound(one.floors), over))
-    return [*parts, Part("other operations over their floors", "kernel", _bound(floors), small)]
+            parts.append(LostTime(f"{name} over its floor", "kernel", _bound(one.floors), over))
+    return [*parts, LostTime("other operations over their floors", "kernel", _bound(floors), small)]

@@ -8,11 +8,11 @@ from itertools import chain
 from typing import Any
 
 from strata.engine.watch.verdict import NEAR, Remedy, Verdict
-from strata.plan.explain.explanation import Explained, Part
+from strata.plan.explain.explanation import Explained, LostTime
 from strata.plan.report.units import share
 
 # What saves less is no bottleneck.
-LEAST_GAIN = 0.03
+MIN_GAIN = 0.03
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def verdict(
     found: Sequence[Finding],
     evidence: Iterable[str],
     otherwise: Iterable[Remedy] = (),
-    least: float = LEAST_GAIN,
+    least: float = MIN_GAIN,
 ) -> Verdict:
     """Of the first finding, if it saves at least so much; else what keeps the run from its floor of which no option is
     known, or that it is near.
@@ -63,14 +63,14 @@ def verdict(
     return Verdict(largest.layer, _symptom(largest), largest.cause, (told, *evidence), worth)
 
 
-def _symptom(part: Part) -> str:
+def _symptom(part: LostTime) -> str:
     if part.layer == "kernel":
         return f"busy but slow: {part.name}"
     return f"low utilization: {part.name}" if part.cause in ("host", "launch") else part.name
 
 
 def _worth(remedies: Sequence[Remedy]) -> tuple[Remedy, ...]:
-    return tuple(_different(one for one in _by_gain(remedies) if one.gain >= LEAST_GAIN))
+    return tuple(_different(one for one in _by_gain(remedies) if one.gain >= MIN_GAIN))
 
 
 def _by_gain(remedies: Iterable[Remedy]) -> tuple[Remedy, ...]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from strata.cost.step_model import StepModel
-from strata.plan.explain.explanation import Explained, Part
+from strata.plan.explain.explanation import Explained, LostTime
 from strata.plan.explain.measurement import MeasuredStep, Measurement
 from strata.plan.explain.split import TAKEN, NameOf, StepSplit, operation_name, split_steps
 from strata.plan.explain.step_fit import StepFit
@@ -27,9 +27,9 @@ def of_run(measured: Measurement, times: StepModel, name_of: NameOf = operation_
     """The wall time. Its floor is that of the fullest steps that the work allows, where that is known."""
     split = split_steps(measured, times, name_of)
     least = split.floor if measured.ideal is None else min(measured.ideal, split.floor)
-    named = [Part(name, "system", "host", seconds) for name, seconds in measured.host.items()]
-    lost = Part(TAKEN, "system", "host", measured.lost_between)
-    scheduled = Part(SCHEDULED, "system", "scheduling", split.floor - least)
+    named = [LostTime(name, "system", "host", seconds) for name, seconds in measured.host.items()]
+    lost = LostTime(TAKEN, "system", "host", measured.lost_between)
+    scheduled = LostTime(SCHEDULED, "system", "scheduling", split.floor - least)
     return _explained(measured.wall, measured.stepping, split, least, [*named, lost, scheduled])
 
 
@@ -80,20 +80,20 @@ def of_latency(measured: Measurement, times: StepModel, name_of: NameOf = operat
         others += until[last + 1] - until[first] - math.fsum(measured.steps[index].seconds for index in inside)
         whole += request.times[-1] - request.due
     parts = (
-        Part(QUEUEING, "system", "queueing", queued / len(requests)),
-        Part("steps of others, between its own", "system", "scheduling", others / len(requests)),
-        Part("delivery", "system", "host", delivered / len(requests)),
+        LostTime(QUEUEING, "system", "queueing", queued / len(requests)),
+        LostTime("steps of others, between its own", "system", "scheduling", others / len(requests)),
+        LostTime("delivery", "system", "host", delivered / len(requests)),
     )
     split = split_steps(measured, times, name_of, weights=weights)
     return _explained(whole / len(requests), _weighted(measured, weights), split, more=parts)
 
 
 def _explained(
-    whole: float, stepping: float, split: StepSplit, least: float | None = None, more: Sequence[Part] = ()
+    whole: float, stepping: float, split: StepSplit, least: float | None = None, more: Sequence[LostTime] = ()
 ) -> Explained:
     """What is neither steps nor named is the host's between steps. least: the floor, where it is not the split's."""
     beside = math.fsum(part.seconds for part in more if part.name != SCHEDULED)
-    rest = Part(BETWEEN, "system", "host", whole - stepping - beside)
+    rest = LostTime(BETWEEN, "system", "host", whole - stepping - beside)
     least = split.floor if least is None else least
     return Explained.of(whole, least, (rest, *more, *split.parts), split.operations, split.bound)
 

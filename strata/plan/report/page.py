@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from strata.engine.watch.verdict import LAYERS
-from strata.plan.explain.explanation import Explanation, OperationTime, Part, Waterfall
+from strata.plan.explain.explanation import Explanation, LostTime, OperationTime, Waterfall
 from strata.plan.report.roofline import Roofline, points
 from strata.plan.report.timeline import COLUMNS, panels, timeline, timeline_text
 from strata.plan.report.units import quantity, seconds, share
 
 # Less of the measured time than this is rounding.
 ROUNDING = 5e-4
-_MOST_OPERATIONS = 40
+_MAX_OPERATIONS = 40
 
 
 def rendered(template: str, **values: Any) -> str:
@@ -38,7 +38,7 @@ def _pixels(value: float) -> str:
 
 def html_page(explanation: Explanation) -> str:
     """The page. Every figure in a picture stands in text or a table, too."""
-    fall, shown = explanation.waterfall, explanation.operations[:_MOST_OPERATIONS]
+    fall, shown = explanation.waterfall, explanation.operations[:_MAX_OPERATIONS]
     values: dict[str, Any] = {
         "explanation": explanation,
         "layers": (*reversed(LAYERS), "floor"),
@@ -95,7 +95,7 @@ def _waterfall_text(fall: Waterfall) -> str:
     return f"{text}."
 
 
-def ordered(parts: tuple[Part, ...]) -> list[Part]:
+def ordered(parts: tuple[LostTime, ...]) -> list[LostTime]:
     """From the outermost layer to the innermost, and within a layer from the longest on."""
     return sorted(parts, key=lambda part: (-LAYERS.index(part.layer), -part.seconds))
 

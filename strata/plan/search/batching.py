@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from strata.engine.scheduling.room import LEAST_TOKENS, MAX_SLOWDOWN, SERVER_TTFT_MS
+from strata.engine.scheduling.prompt_budget import MAX_SLOWDOWN, MIN_TOKENS, SERVER_TTFT_MS
 from strata.plan.search.traffic import Traffic
 
 # From a request's way over HTTP until its first token is on its way back, beside the steps: what the first tokens of
@@ -183,7 +183,7 @@ def _queue(busy: float) -> float:
 
 
 def _longest(seconds: StepSeconds, batching: Batching, own: float, alone: float, room: float) -> float:
-    """Most tokens of prompts beside so many decodes: what the target leaves, as `PromptRoom` has it."""
+    """Most tokens of prompts beside so many decodes: what the target leaves, as `PromptBudget` has it."""
     if batching.target is None:
         return room
     # The target is for a token's way through all stages.
@@ -194,7 +194,7 @@ def _longest(seconds: StepSeconds, batching: Batching, own: float, alone: float,
     while high - low > _FEW_TOKENS:
         middle = (low + high) / 2
         low, high = (middle, high) if seconds(own, middle) <= target else (low, middle)
-    return min(room, max(low, LEAST_TOKENS))
+    return min(room, max(low, MIN_TOKENS))
 
 
 def _prompts_alone(seconds: StepSeconds, traffic: Traffic, batching: Batching, concurrency: int) -> LoadPoint:

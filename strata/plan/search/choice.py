@@ -7,11 +7,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from strata.engine.scheduling.room import SERVER_TPOT_MS
+from strata.engine.scheduling.prompt_budget import SERVER_TPOT_MS
 from strata.models.config import ModelConfig
 from strata.plan.search.batching import LoadPoint
 from strata.plan.search.layout import ServingLayout
-from strata.plan.search.memory import Held
+from strata.plan.search.memory import RankMemory
 from strata.plan.search.precision import Precision
 from strata.plan.search.traffic import Traffic
 from strata.train.predict.flops import active_elements
@@ -40,7 +40,7 @@ class ServingChoice:
     settings: Settings
     replicas: int
     point: LoadPoint
-    held: Held
+    held: RankMemory
     output: float
     blocked: tuple[str, ...]
     analytic: float

@@ -17,10 +17,10 @@ from strata.comm.symmetric import imagined
 from strata.cost.nodes import NodeCost
 from strata.cost.step_model import StepModel, StepNodes
 from strata.engine.program.meta_model import MetaModel
-from strata.engine.ranks.token_division import CONTEXT_AXIS
+from strata.engine.ranks.prefill_context_parallel import CONTEXT_AXIS
 from strata.hardware.prediction import ORIGINS, Prediction
 from strata.hardware.roofline import Floor, Workload
-from strata.kernels.quant.packed import multiplied_in
+from strata.kernels.quant.quantized import multiplied_in
 from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.weights import weight_bytes
@@ -30,8 +30,8 @@ from strata.plan.search.layout import ServingLayout
 from strata.plan.search.machine import Machine
 from strata.plan.search.precision import AS_CHECKPOINT, Precision
 
-# Steps of so many sequences are priced as recorded ones: `strata serve --max-num-seqs` records as many as it is given.
-MOST_SEQUENCES = 1024
+# Steps of so many sequences are priced as captured ones: `strata serve --max-num-seqs` records as many as it is given.
+MAX_SEQUENCES = 1024
 
 _Kind = tuple[Any, ...]
 
@@ -128,9 +128,9 @@ class LayerPrices:
 
     def _of(self, model: MetaModel, workload: Workload, precisions: list[Precision]) -> list[StepPrice]:
         found: dict[Precision, StepPrice] = {}
-        for rounded in {precision.rounded for precision in precisions}:
+        for rounded in {precision.kv_dtype for precision in precisions}:
             step = self._with_pages(model, rounded).step(workload)
-            alike = [precision for precision in precisions if precision.rounded == rounded]
+            alike = [precision for precision in precisions if precision.kv_dtype == rounded]
             found |= dict(zip(alike, self._of_step(step, workload, alike), strict=True))
         return [found[precision] for precision in precisions]
 
@@ -138,14 +138,14 @@ class LayerPrices:
         """The same graphs over pages in 8 bits, or in the model's dtype."""
         key = id(model), rounded
         if key not in self._alike:
-            self._alike[key] = model if model.sizes.pool.rounded == rounded else model.over_pages(rounded)
+            self._alike[key] = model if model.sizes.pool.quantized == rounded else model.over_pages(rounded)
         return self._alike[key]
 
     def _of_step(self, step: StepNodes, workload: Workload, precisions: list[Precision]) -> list[StepPrice]:
         predictor = self.predictor
         each = [predictor.node(node, workload) for node in step.timed]
-        around = predictor.together(step.timed, each, recorded=True).seconds - sum(one.seconds for one in each)
-        launches = 0.0 if step.recorded or not self.machine.runs else predictor.launches(len(step.timed))
+        around = predictor.together(step.timed, each, captured=True).seconds - sum(one.seconds for one in each)
+        launches = 0.0 if step.captured or not self.machine.runs else predictor.launches(len(step.timed))
         pairs = list(zip(step.timed, each, strict=True))
         return [self._in(precision, pairs, around, launches) for precision in precisions]
 
@@ -157,7 +157,7 @@ class LayerPrices:
         origins, messages = dict.fromkeys(ORIGINS, 0.0), 0.0
         compute = memory = communication = 0.0
         for node, found in pairs:
-            cost, rounded = node.cost, node.rounded
+            cost, rounded = node.cost, node.activation_kind
             if packs and (packed := precision.cost(node, self.itemsize)) is not cost:
                 assert precision.scheme is not None
                 cost, rounded = packed, multiplied_in(precision.scheme)
@@ -167,7 +167,7 @@ class LayerPrices:
             compute += cost.flops / self.predictor.rate(rounded)
             memory += (cost.weights + cost.cached) / self._bandwidth
             if self.predictor.link is not None:
-                communication += self.predictor.link.least_seconds(cost.messages, cost.sent)
+                communication += self.predictor.link.min_seconds(cost.messages, cost.sent)
         measured, interpolated, analytic = (origins[origin] for origin in ORIGINS)
         device = measured, interpolated, analytic, around
         return StepPrice(*device, launches, messages, compute, memory, communication)
@@ -185,11 +185,11 @@ class LayerPrices:
             quantization=self._precision.quantization,
             kv_cache_dtype=self._precision.kv_cache_dtype,
         )
-        # Which steps are recorded follows from the size of the model as it is.
+        # Which steps are captured follows from the size of the model as it is.
         whole = shard_of(config, layout)
         with torch.device("meta"):
             parameters = weight_bytes(build(config if whole is None else whole.divided), self._dtype)
-        return made.of_sizes(parameters=parameters // self._dtype.itemsize, max_sequences=MOST_SEQUENCES)
+        return made.of_sizes(parameters=parameters // self._dtype.itemsize, max_sequences=MAX_SEQUENCES)
 
 
 def shard_of(config: ModelConfig, layout: ServingLayout, place: int = 0) -> RankShard | None:
@@ -197,7 +197,7 @@ def shard_of(config: ModelConfig, layout: ServingLayout, place: int = 0) -> Rank
     if layout.tensor == 1:
         return None
     axis = imagined(TENSOR_AXIS, layout.tensor)
-    by = {"expert_parallel": layout.expert_parallel, "own_tokens": layout.own_tokens}
+    by = {"expert_parallel": layout.expert_parallel, "attention_dp": layout.attention_dp}
     return RankShard.of(config, layout.tensor, place, axis, **by)
 
 

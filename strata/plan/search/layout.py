@@ -15,14 +15,14 @@ class ServingLayout:
 
     tensor: ranks that divide each matrix. stages: of a pipeline, each of as many ranks. context: ranks, each of as
     many, that divide the tokens of long prompts. expert_parallel: ranks have different experts of a mixture, whole.
-    own_tokens: and sequences of their own (attention data parallelism).
+    attention_dp: and sequences of their own (attention data parallelism).
     """
 
     tensor: int = 1
     stages: int = 1
     context: int = 1
     expert_parallel: bool = False
-    own_tokens: bool = False
+    attention_dp: bool = False
 
     @property
     def ranks(self) -> int:
@@ -33,7 +33,7 @@ class ServingLayout:
         """Such as "TP4 x PP2"; experts that ranks have whole stand as EP, sequences of their own as DP attention."""
         parts = [f"{short}{size}" for short, size in self._sizes if size > 1]
         if self.expert_parallel:
-            parts[0] = f"EP{self.tensor}" + (" with DP attention" if self.own_tokens else "")
+            parts[0] = f"EP{self.tensor}" + (" with DP attention" if self.attention_dp else "")
         return " x ".join(parts) or "one device"
 
     @property
@@ -47,7 +47,7 @@ class ServingLayout:
         given = {name: size for name, size in given.items() if size > 1}
         if self.expert_parallel:
             given["enable_expert_parallel"] = True
-        if self.own_tokens:
+        if self.attention_dp:
             given["enable_dp_attention"] = True
         return given
 
@@ -70,15 +70,15 @@ def layouts(config: ModelConfig, devices: int, per_host: int) -> Iterator[Servin
     """
     sizes = [1 << power for power in range(devices.bit_length()) if 1 << power <= devices]
     for tensor in sizes:
-        for by_experts, own_tokens in ((False, False), (True, False), (True, True)):
+        for by_experts, attention_dp in ((False, False), (True, False), (True, True)):
             if by_experts and (config.experts is None or tensor == 1):
                 continue
-            if tensor > per_host and not own_tokens:
+            if tensor > per_host and not attention_dp:
                 continue
-            if not _divides(config, tensor, by_experts, own_tokens):
+            if not _divides(config, tensor, by_experts, attention_dp):
                 continue
-            yield ServingLayout(tensor, expert_parallel=by_experts, own_tokens=own_tokens)
-            if own_tokens or config.recurrence is not None:  # whose states no stage or part of a prompt hands on
+            yield ServingLayout(tensor, expert_parallel=by_experts, attention_dp=attention_dp)
+            if attention_dp or config.recurrence is not None:  # whose states no stage or part of a prompt hands on
                 continue
             for more in sizes[1:]:
                 if tensor * more <= devices and more <= config.num_layers:
@@ -87,11 +87,11 @@ def layouts(config: ModelConfig, devices: int, per_host: int) -> Iterator[Servin
                     yield ServingLayout(tensor, context=more, expert_parallel=by_experts)
 
 
-def _divides(config: ModelConfig, tensor: int, by_experts: bool, own_tokens: bool) -> bool:
+def _divides(config: ModelConfig, tensor: int, by_experts: bool, attention_dp: bool) -> bool:
     if tensor == 1:
         return True
     try:
-        rank_config(config, tensor, 0, expert_parallel=by_experts, own_tokens=own_tokens)
+        rank_config(config, tensor, 0, expert_parallel=by_experts, attention_dp=attention_dp)
     except ValueError:
         return False
     return True

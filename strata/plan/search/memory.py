@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from strata.engine.engine_config import MAX_NUM_SEQS, EngineConfig, EngineSizes, groups_of
-from strata.engine.ledger import numbered_pages, room_beside_snapshots, snapshot_rows
+from strata.engine.ledger import bytes_beside_snapshots, numbered_pages, snapshot_rows
 from strata.engine.ranks.rank import share_of
 from strata.engine.startup.memory import CONTEXT_BYTES, listed_memory, planned_memory
 from strata.engine.startup.packing import Packing
 from strata.kernels.device_limits import DeviceLimits, why_not
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.quant.quantized import QuantizedWeight
 from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.layers import CausalLM
@@ -37,7 +37,7 @@ _LAYERS = "model.layers."
 
 
 @dataclass(frozen=True)
-class Held:
+class RankMemory:
     """Bytes of the rank of an engine that needs the most. windows: the pools of layers with windows, beside
     pages of all tokens. tokens: that the latter have room for, of each rank where ranks have sequences of their own.
     sequences: that run at once. state_bytes: of the fixed states of one; snapshots of them share the room of pages.
@@ -85,7 +85,7 @@ class Held:
         """Bytes that are missing for so many tokens; 0 if there are enough."""
         pages = math.ceil(tokens / self.page_size) * self.page_bytes
         if self.state_bytes:
-            pages = room_beside_snapshots(pages, self.sequences, self.state_bytes)
+            pages = bytes_beside_snapshots(pages, self.sequences, self.state_bytes)
         return max(0, self.weights + self.workspace + self.states + self.windows + pages - self.budget)
 
     @property
@@ -97,7 +97,7 @@ class Held:
 
 
 class Memory:
-    """Asks the engine's ledger for layouts of a model. Weights and recorded sizes are found once for a layout."""
+    """Asks the engine's ledger for layouts of a model. Weights and captured sizes are found once for a layout."""
 
     def __init__(self, config: ModelConfig, machine: Machine, traffic: Traffic, model: str) -> None:
         self._config, self._machine, self._model = config, machine, model
@@ -105,7 +105,7 @@ class Memory:
         limits = DeviceLimits.listed(machine.listed) if machine.runs else None
         self._limits = None if limits is None or why_not(limits) is not None else limits
         self._memory = listed_memory(machine.listed)
-        self._found: dict[tuple[ServingLayout, int, int, Precision], Held] = {}
+        self._found: dict[tuple[ServingLayout, int, int, Precision], RankMemory] = {}
         self._ranks, self._fullest = cache(self._of_rank), cache(self._of_fullest)
         self._layers = cache(self._packed_layers)
 
@@ -122,7 +122,7 @@ class Memory:
             **options,
         )
 
-    def held(self, layout: ServingLayout, sequences: int, budget: int, precision: Precision) -> Held:
+    def rank_memory(self, layout: ServingLayout, sequences: int, budget: int, precision: Precision) -> RankMemory:
         """sequences: of a rank where ranks have their own. Raises ValueError as `asked`."""
         key = layout, sequences, budget, precision
         if key not in self._found:
@@ -155,7 +155,7 @@ class Memory:
         asked = self.engine_config(layout, MAX_NUM_SEQS, _BUDGET, precision)
         if precision.options:
             config, sizes = self._ranks(layout, rank)
-            pool = replace(sizes.pool, rounded=precision.rounded)
+            pool = replace(sizes.pool, quantized=precision.kv_dtype)
             sizes = replace(sizes, pool=pool, groups=groups_of(asked, config, pool, sizes.max_length))
             return config, self._packed(sizes, layout, asked.places(rank), precision.quantization)
         shard = share_of(asked, self._config, rank) if max(layout.tensor, layout.stages) > 1 else None
@@ -181,7 +181,7 @@ class Memory:
 
     def _packed_layers(
         self, layout: ServingLayout, place: int, quantization: str
-    ) -> dict[Any, dict[str, PackedWeight]]:
+    ) -> dict[Any, dict[str, QuantizedWeight]]:
         """By kinds of layers, from a model of one of each."""
         kinds = self._config.layer_kinds
         chosen = representatives(kinds)
@@ -192,13 +192,13 @@ class Memory:
         packing = Packing.of(quantization, model, shard)
         if self._limits is not None:
             packing.check_kernels("cuda", deterministic=False)
-        found: dict[Any, dict[str, PackedWeight]] = {kinds[layer]: {} for layer in chosen}
+        found: dict[Any, dict[str, QuantizedWeight]] = {kinds[layer]: {} for layer in chosen}
         for name, weight in packing.planned.items():
             number, _, rest = name.removeprefix(_LAYERS).partition(".")
             found[kinds[chosen[int(number)]]][rest] = weight
         return found
 
-    def _held(self, asked: EngineConfig, config: ModelConfig, sizes: EngineSizes) -> Held:
+    def _held(self, asked: EngineConfig, config: ModelConfig, sizes: EngineSizes) -> RankMemory:
         budget = asked.max_num_batched_tokens or _BUDGET
         sizes = replace(sizes, max_tokens=budget, max_sequences=asked.max_sequences)
         # With one page, of a device with room for anything: what is missing on the real one is counted from the parts.
@@ -208,9 +208,9 @@ class Memory:
         usable = int(self._memory.total * asked.gpu_memory_utilization) - CONTEXT_BYTES
         windows = 0
         for group in sizes.groups[1:]:
-            pages = group.most_useful(asked.max_sequences, budget, self._length)
+            pages = group.max_useful(asked.max_sequences, budget, self._length)
             windows += (pages or 0) * group.shape.page_bytes
-        return Held(
+        return RankMemory(
             self._memory.total,
             usable,
             ledger.weights,

@@ -32,7 +32,7 @@ def html_page(plan: ServingPlan) -> str:
         outer=_rows("frontier", tuple(frontier(runs))) if has_latency else None,
         best=_rows("the best", (plan.best,)),
         others=_rows("other layouts", plan.found.others),
-        packed=_rows("in fewer bits", plan.packed),
+        packed=_rows("in fewer bits", plan.quantized),
         blocked=_rows("lacking", plan.found.blocked),
     )
 

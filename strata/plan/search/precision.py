@@ -13,7 +13,7 @@ from strata.cost.nodes import NodeCost
 from strata.engine.engine_config import KV_DTYPES, EngineConfig
 from strata.engine.startup.packing import Packing
 from strata.hardware.roofline import Cost
-from strata.kernels.quant.packed import Scheme, pack
+from strata.kernels.quant.quantized import Scheme, pack
 from strata.kernels.quant.schemes import scheme_of
 from strata.models.config import ModelConfig
 from strata.models.families import build
@@ -58,7 +58,7 @@ class Precision:
         return [word for name, value in self.options.items() for word in (f"--{name.replace('_', '-')}", value)]
 
     @property
-    def rounded(self) -> torch.dtype | None:
+    def kv_dtype(self) -> torch.dtype | None:
         """Of pages."""
         return KV_DTYPES[self.kv_cache_dtype]
 

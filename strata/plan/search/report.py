@@ -12,7 +12,7 @@ from strata.cost.step_model import dtype_name
 from strata.engine.ledger import GIB
 from strata.hardware.figures import Device
 from strata.hardware.prediction import ORIGINS
-from strata.kernels.quant.packed import multiplied_in
+from strata.kernels.quant.quantized import multiplied_in
 from strata.models.shapes import SHAPES
 from strata.models.weights import resolve_dtype
 from strata.plan.meta_model import find_config
@@ -57,7 +57,7 @@ class ServingPlan:
         return self.found.blocked[:_SHOWN]
 
     @property
-    def packed(self) -> tuple[ServingChoice, ...]:
+    def quantized(self) -> tuple[ServingChoice, ...]:
         return self.found.packed
 
     @property
@@ -216,7 +216,7 @@ class ServingPlan:
             "cost_per_million_tokens": self.cost_per_million,
             "predicted_from": self.origins,
             "others": [one.to_dict() for one in self.found.others],
-            "in_fewer_bits": [one.to_dict() for one in self.packed],
+            "in_fewer_bits": [one.to_dict() for one in self.quantized],
             "refused": self.refused,
             "not_in_strata_yet": [one.to_dict() for one in self.found.blocked],
             "trace_requests_per_second": asked.traffic.rate,
@@ -259,7 +259,7 @@ def serving_plan(
     search = Search(question)
     found = search.run()
     best, layout = found.best, found.best.settings.layout
-    own = best.point.decoding / layout.stages / (layout.tensor if layout.own_tokens else 1)
+    own = best.point.decoding / layout.stages / (layout.tensor if layout.attention_dp else 1)
     table, decodes = search.table(layout, best.settings.precision), max(1, round(own))
     decode, mixed = table.price(decodes, 0), table.price(decodes, max(2, round(best.point.chunk)))
     at_rate = None if traffic.rate is None else search.at_rate(best, traffic.rate)

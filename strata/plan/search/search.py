@@ -12,7 +12,7 @@ from operator import attrgetter, itemgetter
 import torch
 
 from strata.engine.ledger import GIB
-from strata.engine.scheduling.room import SERVER_TPOT_MS
+from strata.engine.scheduling.prompt_budget import SERVER_TPOT_MS
 from strata.models.config import ModelConfig
 from strata.plan.search.batching import Batching, LoadPoint, at_concurrency, at_rate
 from strata.plan.search.choice import ServingChoice, Settings
@@ -118,7 +118,7 @@ class Search:
         near = [layout for layout in taken if layout.ranks <= self.question.machine.per_host]
         if any(not self.lacking(layout, asked) for layout in near):
             # Stages on several hosts are for what one host has no room for; experts gain by more of them.
-            possible = [layout for layout in possible if layout in near or layout.own_tokens]
+            possible = [layout for layout in possible if layout in near or layout.attention_dp]
         elif all(self.lacking(layout, asked) for layout in taken):
             raise ValueError(self._does_not_fit(taken))
         pairs = ((layout, precision) for layout in possible for precision in self.precisions)
@@ -130,7 +130,7 @@ class Search:
     def _why_not(self, layout: ServingLayout, precision: Precision) -> str | None:
         """Why the engine refuses a precision on a layout; None if it does not."""
         try:
-            self.memory.held(layout, 1, min(BUDGETS), precision)
+            self.memory.rank_memory(layout, 1, min(BUDGETS), precision)
         except ValueError as error:
             return str(error)
         return None
@@ -142,7 +142,7 @@ class Search:
 
     def lacking(self, layout: ServingLayout, precision: Precision) -> int:
         """Bytes of a device that are missing for one sequence of the longest request."""
-        held = self.memory.held(layout, 1, min(BUDGETS), precision)
+        held = self.memory.rank_memory(layout, 1, min(BUDGETS), precision)
         return held.lacking(self.question.traffic.longest)
 
     def choices(self, layout: ServingLayout, precision: Precision) -> Iterator[ServingChoice]:
@@ -159,7 +159,7 @@ class Search:
     def choice(self, settings: Settings) -> ServingChoice | None:
         """What settings are predicted to give; None if their sequences do not fit."""
         question, layout = self.question, settings.layout
-        held = self.memory.held(layout, settings.sequences, settings.budget, settings.precision)
+        held = self.memory.rank_memory(layout, settings.sequences, settings.budget, settings.precision)
         need = needed_tokens(question.traffic, settings.sequences, held.page_size)
         if held.tokens < max(need, question.traffic.longest):
             return None
@@ -260,7 +260,7 @@ class Search:
         question = self.question
         asked = question.precision
         missing, layout = min(((self.lacking(one, asked), one) for one in possible), key=lambda pair: pair[0])
-        held = self.memory.held(layout, 1, min(BUDGETS), asked)
+        held = self.memory.rank_memory(layout, 1, min(BUDGETS), asked)
         devices, name = question.devices, question.machine.listed.key
         advice = self._enough(devices) or "a device with more memory is needed"
         smaller = (precision for precision in self.precisions if any(self._fits(one, precision) for one in possible))
@@ -293,7 +293,7 @@ class Search:
 
 def _batching(settings: Settings) -> Batching:
     layout = settings.layout
-    ranks = layout.tensor if layout.own_tokens else 1
+    ranks = layout.tensor if layout.attention_dp else 1
     return Batching(settings.budget, settings.target / 1e3 or None, layout.stages, ranks)
 
 

@@ -9,13 +9,13 @@ from functools import cache
 from strata.hardware.roofline import Workload
 from strata.models.config import ModelConfig
 from strata.parallel.stages import balance
-from strata.plan.search.layer_prices import MOST_SEQUENCES, LayerPrices, StepPrice
+from strata.plan.search.layer_prices import MAX_SEQUENCES, LayerPrices, StepPrice
 from strata.plan.search.layout import ServingLayout
 from strata.plan.search.precision import Precision
 from strata.plan.search.traffic import Traffic
 
 # Decoding sequences of the steps that are priced, alone and beside prompts, and tokens of these; others lie on the
-# lines between them. A few less than the sizes of recordings, since a prompt is a sequence too.
+# lines between them. A few less than the sizes of CUDA graphs, since a prompt is a sequence too.
 _ALONE = (1, 2, 4, 8, 16, 32, 64, 128, 192, 248, 384, 512, 768, 1000)
 _BESIDE = (0, 32, 248, 1000)
 _PROMPTS = (256, 1024, 4096, 16384)
@@ -105,7 +105,7 @@ class StepTable:
 def _chunks(tokens: int, prompt: int) -> list[int]:
     """Whole prompts and what is left of the last; of two tokens at least, as one is a decode."""
     whole, rest = divmod(tokens, prompt)
-    if whole > MOST_SEQUENCES:  # a step cannot have more
+    if whole > MAX_SEQUENCES:  # a step cannot have more
         whole, rest = 1, tokens - prompt
     return [max(2, prompt)] * whole + [max(2, rest)] * bool(rest)
 

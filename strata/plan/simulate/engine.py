@@ -12,7 +12,7 @@ from strata.cost.step_model import StepModel
 from strata.engine.engine_config import EngineConfig
 from strata.engine.ledger import Ledger
 from strata.engine.scheduling.config import SchedulerConfig
-from strata.engine.startup.memory import RankPlace, listed_memory, rank_memory, rank_part
+from strata.engine.startup.memory import RankPlace, listed_memory, rank_memory, rank_setup
 from strata.engine.startup.sequences import with_sequences
 from strata.engine.step_cost import step_target, step_times
 from strata.hardware.figures import Device
@@ -47,7 +47,7 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
         raise ValueError(f"{device.key}: {limit}; simulate a device that runs Strata's own kernels, such as h200")
     place = RankPlace(torch.device("cuda"), limits, memory=listed_memory(device))
     asked = with_sequences(asked, config, place)
-    part = rank_part(asked, config, place)
+    part = rank_setup(asked, config, place)
     ledger = rank_memory(asked, config, place, part)
     sizes, shard = part.sizes, part.shard
     if shard is not None:
@@ -57,9 +57,9 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
     times = StepModel(model, device)
     target = None
     if asked.tpot_target_ms is not None:
-        recorded = model.program.sizes.mixed_tokens
-        found = step_times(model, device.product, max(recorded, default=0))
-        target = step_target(asked, found, recorded, sizes.recorded)
+        captured = model.program.sizes.mixed_tokens
+        found = step_times(model, device.product, max(captured, default=0))
+        target = step_target(asked, found, captured, sizes.captured)
     scheduler = SchedulerConfig(asked.max_sequences, sizes.max_tokens, sizes.max_length, asked.seed or 0, target)
     shape = EngineShape(scheduler, ledger.pages, ledger.page_size, asked.enable_prefix_caching)
     if sizes.states is not None or any(group.window is not None for group in sizes.groups):

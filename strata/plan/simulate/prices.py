@@ -14,13 +14,13 @@ from strata.hardware.roofline import Workload
 # How finely lengths are told apart: an octave in so many parts, between which decode steps lie on a line.
 _PARTS = 8
 _FIRST = 4 * _PARTS  # below, they would not all be different
-# How finely the work of prompts' attention is told apart, and sizes of steps with prompts, which are recorded in
+# How finely the work of prompts' attention is told apart, and sizes of steps with prompts, which are captured in
 # multiples of so many tokens.
 _PAIR_PARTS, _TOKENS = 16, 32
 
 
 class Line(NamedTuple):
-    """Seconds of decode steps that read fewer than `upto` keys: base + slope * keys. size: as which they are recorded,
+    """Seconds of decode steps that read fewer than `upto` keys: base + slope * keys. size: as which they are captured,
     None: launched by the host kernel by kernel."""
 
     upto: float
@@ -36,7 +36,7 @@ class StepPrices(Protocol):
     """What steps take, in seconds."""
 
     def price(self, plan: StepPlan) -> tuple[float, Hashable | None]:
-        """Of a step, and the size as which it is recorded; decodes as `decodes` has them."""
+        """Of a step, and the size as which it is captured; decodes as `decodes` has them."""
 
     def decodes(self, sequences: int, keys: int, shared: SharedKeys = NONE_SHARED) -> Line:
         """Of steps in which so many sequences decode over so many keys in all, their own among them, and more. shared:
@@ -90,7 +90,7 @@ class PredictedPrices:
         return line._replace(base=line.base - saved)
 
     def _saved(self, shared: SharedKeys, size: Hashable | None) -> float:
-        """Seconds, of a step that is recorded as `size`. One that the host launches kernel by kernel waits for it."""
+        """Seconds, of a step that is captured as `size`. One that the host launches kernel by kernel waits for it."""
         return 0.0 if size is None else self._times.saved(shared.distinct, shared.repeated)
 
     def _unshared(self, sequences: int, keys: int) -> Line:

@@ -12,10 +12,10 @@ from strata.plan.training.task import TrainingTask
 from strata.train.predict.step_shape import TrainShape
 
 # A rank of cp with fewer tokens than these waits for messages.
-_LEAST_TOKENS_OF_CONTEXT = 1024
+_MIN_TOKENS_OF_CONTEXT = 1024
 # Sequences of a pack beyond these only take memory: products are as quick as they get.
-_MOST_TOKENS_OF_PACK = 65536
-_MOST_SEQUENCES_OF_MICRO_BATCH = 2
+_MAX_TOKENS_OF_PACK = 65536
+_MAX_SEQUENCES_OF_MICRO_BATCH = 2
 
 
 def candidates(task: TrainingTask) -> Iterator[TrainShape]:
@@ -27,7 +27,7 @@ def candidates(task: TrainingTask) -> Iterator[TrainShape]:
         for pp in (one for one in _divisors(task.gpus // tp) if one <= task.config.num_layers // 2):
             for cp in _divisors(task.gpus // (tp * pp)):
                 ways = task.gpus // (tp * pp * cp)
-                if task.sequences % ways or (cp > 1 and task.sequence // cp < _LEAST_TOKENS_OF_CONTEXT):
+                if task.sequences % ways or (cp > 1 and task.sequence // cp < _MIN_TOKENS_OF_CONTEXT):
                     continue
                 for layout in _layouts(task, tp, pp, cp, ways):
                     yield from _packed(task, layout, ways)
@@ -38,7 +38,7 @@ def _packed(task: TrainingTask, layout: Layout, ways: int) -> Iterator[TrainShap
     share = task.sequences // ways
     for count in _divisors(share):
         tokens, batches = count * task.sequence, share // count
-        if tokens > max(task.sequence, _MOST_TOKENS_OF_PACK) or (layout.cp > 1 and count > 1):
+        if tokens > max(task.sequence, _MAX_TOKENS_OF_PACK) or (layout.cp > 1 and count > 1):
             continue
         if layout.zero == 1 and batches == 1:
             continue  # ZeRO-2 sends as much and holds less
@@ -46,7 +46,7 @@ def _packed(task: TrainingTask, layout: Layout, ways: int) -> Iterator[TrainShap
             yield TrainShape(task.config, tokens, task.sequence, batches, task.precision, layout)
             continue
         # Larger micro-batches fill a pipeline later and keep more; two sequences spare it some messages.
-        if batches < layout.pp or count > _MOST_SEQUENCES_OF_MICRO_BATCH:
+        if batches < layout.pp or count > _MAX_SEQUENCES_OF_MICRO_BATCH:
             continue
         for schedule in SCHEDULES:
             divided = replace(layout, schedule=schedule, micro_batches=batches)

@@ -16,7 +16,7 @@ from strata.plan.training_explain.run_waterfall import explained_run
 from strata.text.counted import counted
 
 # Beyond so many, a step of the timeline is an interval of the log.
-_MOST_STEPS = 5000
+_MAX_STEPS = 5000
 # What saves less is worth a line, but does not make a run what the verdict calls it.
 _NAMED = 0.08
 
@@ -72,7 +72,7 @@ def _steps(run: RecordedRun) -> Iterator[StepTime]:
     """Steps of an interval are taken to be alike."""
     begin = 0.0
     for one in run.intervals:
-        count = one.steps if run.whole.steps <= _MOST_STEPS else 1
+        count = one.steps if run.whole.steps <= _MAX_STEPS else 1
         each, work = one.seconds / count, min(one.device, one.seconds) / count
         for number in range(count):
             start = begin + number * each

@@ -101,7 +101,7 @@ def _update_bytes(what: RunDescription, shape: TrainShape) -> int:
     """Of a step, on the rank that updates most. Adapters are small, and not counted."""
     if what.config.lora is not None:
         return 0
-    return max(map(shape.updated, shape.held)) * _UPDATE_BYTES[what.config.optimizer.name]
+    return max(map(shape.updated, shape.local_parameters)) * _UPDATE_BYTES[what.config.optimizer.name]
 
 
 def _cache_bytes(what: RunDescription, device: Device) -> int:

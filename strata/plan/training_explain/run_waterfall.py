@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from strata.engine.watch.verdict import Cause, Layer
-from strata.plan.explain.explanation import Explained, OperationTime, Part
+from strata.plan.explain.explanation import Explained, LostTime, OperationTime
 from strata.plan.training_explain.recorded_run import RecordedRun
 from strata.plan.training_explain.run_floor import RunFloor
 from strata.train.predict.layer_costs import PassCost
@@ -51,7 +51,7 @@ def explained_run(run: RecordedRun, floor: RunFloor) -> Explained:
     parts = list(_between_steps(run))
     inside = run.steady.seconds - sum(part.seconds for part in parts if part.name != WARM_UP)
     if run.slowest is not None:
-        parts.append(Part(SLOWEST, "system", "scheduling", max(0.0, run.slowest[1]) * run.steady.seconds))
+        parts.append(LostTime(SLOWEST, "system", "scheduling", max(0.0, run.slowest[1]) * run.steady.seconds))
         inside -= parts[-1].seconds
     operations: tuple[OperationTime, ...] = ()
     if run.trace is not None:
@@ -61,20 +61,20 @@ def explained_run(run: RecordedRun, floor: RunFloor) -> Explained:
         operations = tuple(_of_host(run, floor, inside))
     else:
         parts += _predicted(run, floor, inside)
-    parts += (Part(*_OVER[one.name], one.seconds - one.floor) for one in operations)
+    parts += (LostTime(*_OVER[one.name], one.seconds - one.floor) for one in operations)
     return Explained.of(run.whole.seconds, floor.seconds, parts, operations, "compute")
 
 
-def _between_steps(run: RecordedRun) -> Iterator[Part]:
+def _between_steps(run: RecordedRun) -> Iterator[LostTime]:
     """While the device has no step's work: the host waits for data, copies for a checkpoint, or does something else."""
     steady = run.steady
-    yield Part(WARM_UP, "graph", "compilation", run.warm_up)
+    yield LostTime(WARM_UP, "graph", "compilation", run.warm_up)
     left = max(0.0, steady.seconds - steady.device)
     for name, phase in ((DATA, "data"), (CHECKPOINTS, "checkpoint")):
         seconds = min(left, steady.phases.get(phase, 0.0))
-        yield Part(name, "system", "host", seconds)
+        yield LostTime(name, "system", "host", seconds)
         left -= seconds
-    yield Part(BETWEEN, "system", "host", left)
+    yield LostTime(BETWEEN, "system", "host", left)
 
 
 def _traced(run: RecordedRun, floor: RunFloor, inside: float) -> Iterator[OperationTime]:
@@ -95,17 +95,17 @@ def _traced(run: RecordedRun, floor: RunFloor, inside: float) -> Iterator[Operat
             yield OperationTime(kind, seconds * inside / whole, *floors.get(kind, (0.0, 0, 0, "memory")))
 
 
-def _beside(operations: tuple[OperationTime, ...], floor: RunFloor, inside: float) -> Iterator[Part]:
+def _beside(operations: tuple[OperationTime, ...], floor: RunFloor, inside: float) -> Iterator[LostTime]:
     """When nothing runs: bubbles as far as they are predicted, else launches. And what of products is done again."""
     seconds = {one.name: one.seconds for one in operations}
     idle = max(0.0, inside - sum(seconds.values()))
     bubble = min(idle, floor.bubble)
     products = seconds.get("products", 0.0) + seconds.get("loss", 0.0) - floor.products
     again = min(max(0.0, products), floor.again)
-    yield Part(BUBBLE, "system", "scheduling", bubble)
-    yield Part(LAUNCHES, "graph", "launch", idle - bubble)
-    yield Part(AGAIN, "graph", "compute", again)
-    yield Part(PRODUCTS, "kernel", "compute", -again)
+    yield LostTime(BUBBLE, "system", "scheduling", bubble)
+    yield LostTime(LAUNCHES, "graph", "launch", idle - bubble)
+    yield LostTime(AGAIN, "graph", "compute", again)
+    yield LostTime(PRODUCTS, "kernel", "compute", -again)
 
 
 def _of_host(run: RecordedRun, floor: RunFloor, inside: float) -> Iterator[OperationTime]:
@@ -120,17 +120,17 @@ def _of_host(run: RecordedRun, floor: RunFloor, inside: float) -> Iterator[Opera
     yield OperationTime("update", update, floor.update, 0, floor.bytes, "memory")
 
 
-def _predicted(run: RecordedRun, floor: RunFloor, inside: float) -> Iterator[Part]:
+def _predicted(run: RecordedRun, floor: RunFloor, inside: float) -> Iterator[LostTime]:
     """What a layout adds may be no more than there is beyond the floor."""
     launches = _launches(run, floor, inside)
     beyond = max(0.0, inside - launches - floor.seconds)
     added = floor.messages + floor.bubble + floor.again
     scale = min(1.0, beyond / added) if added else 0.0
-    yield Part(MESSAGES, "system", "communication", floor.messages * scale)
-    yield Part(BUBBLE, "system", "scheduling", floor.bubble * scale)
-    yield Part(AGAIN, "graph", "compute", floor.again * scale)
-    yield Part(LAUNCHES, "graph", "launch", launches)
-    yield Part(REST, "kernel", "compute", beyond - added * scale)
+    yield LostTime(MESSAGES, "system", "communication", floor.messages * scale)
+    yield LostTime(BUBBLE, "system", "scheduling", floor.bubble * scale)
+    yield LostTime(AGAIN, "graph", "compute", floor.again * scale)
+    yield LostTime(LAUNCHES, "graph", "launch", launches)
+    yield LostTime(REST, "kernel", "compute", beyond - added * scale)
 
 
 def _launches(run: RecordedRun, floor: RunFloor, inside: float) -> float:

@@ -23,24 +23,24 @@ class StoredResponse:
 class ResponseStore:
     """Keeps the responses of each caller apart: no other caller finds them, or can push them out.
 
-    most, most_bytes: what one caller's responses may be; the least recently used make room for new ones.
+    most, max_bytes: what one caller's responses may be; the least recently used make room for new ones.
     """
 
-    def __init__(self, most: int = MAX_RESPONSES, most_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, most: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._most = most
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._by_caller: dict[str, OrderedDict[str, bytes]] = {}  # the least recently used first
 
     def put(self, caller: str, id: str, response: StoredResponse) -> bool:
         """Keep a response; False if it is larger than all that is kept for a caller."""
         encoded = msgspec.json.encode((response.body, response.messages))
-        if len(encoded) > self._most_bytes:
+        if len(encoded) > self._max_bytes:
             return False
         own = self._by_caller.setdefault(caller, OrderedDict())
         own.pop(id, None)
         own[id] = encoded
         size = sum(map(len, own.values()))
-        while len(own) > self._most or size > self._most_bytes:
+        while len(own) > self._most or size > self._max_bytes:
             _, oldest = own.popitem(last=False)
             size -= len(oldest)
         return True

@@ -81,8 +81,8 @@ class Limits:
         self._settings = settings
         workers = settings.api_workers
         self._runnable = max(1, max_sequences // workers)
-        self._most_in_flight = self._runnable + settings.max_queue // workers
-        self._most_of_caller = None if settings.concurrency is None else max(1, settings.concurrency // workers)
+        self._max_in_flight = self._runnable + settings.max_queue // workers
+        self._max_of_caller = None if settings.concurrency is None else max(1, settings.concurrency // workers)
         self.set_callers(callers)
         self._allowances: dict[str, _Allowance] = {}
         self._releases: deque[float] = deque(maxlen=_RELEASES_REMEMBERED)
@@ -104,7 +104,7 @@ class Limits:
     @property
     def max_concurrent(self) -> int:
         """Sequences that one request may have in flight."""
-        return min(self._most_in_flight, self._most_of_caller or self._most_in_flight)
+        return min(self._max_in_flight, self._max_of_caller or self._max_in_flight)
 
     def enter(self, caller: Caller) -> None:
         """Count a request before anything is done for it, its body not even read; it counts whatever becomes of it.
@@ -122,7 +122,7 @@ class Limits:
         self,
         caller: Caller,
         prompt_tokens: int,
-        most_tokens: int,
+        token_limit: int,
         sequences: int = 1,
         *,
         requests: int = 1,
@@ -130,7 +130,7 @@ class Limits:
     ) -> AdmittedRequest:
         """Give a request room for all its sequences, or none, until its `AdmittedRequest` is released.
 
-        prompt_tokens: an estimate, before the prompts are made. most_tokens: the most that each of its `sequences` can
+        prompt_tokens: an estimate, before the prompts are made. token_limit: the most that each of its `sequences` can
             generate. They are reserved in the caller's tokens per minute together with the prompts, up to a full
             minute's worth; what was not used is given back in the end.
         requests: how many it counts as; one of them was counted by `enter`. arrival: by default now.
@@ -146,7 +146,7 @@ class Limits:
         if requests > allowance.requests.capacity:
             bound = f"this key may use {allowance.requests.capacity:g} a minute: send it in parts"
             raise ApiError(400, f"this counts as {requests} requests, and {bound}", code="too_many_requests")
-        tokens = float(prompt_tokens + sequences * most_tokens)
+        tokens = float(prompt_tokens + sequences * token_limit)
         reserved = min(tokens, allowance.tokens.capacity)
         self._check_sequences(allowance, sequences, now)
         self._check_requests(allowance.requests, requests - 1, now)
@@ -167,7 +167,7 @@ class Limits:
             clock=self._clock,
             held=reserved,
             prompt=prompt_tokens,
-            max_output=sequences * most_tokens,
+            max_output=sequences * token_limit,
             free=lambda sequences: self._free(allowance, sequences),
         )
 
@@ -181,9 +181,9 @@ class Limits:
         return found
 
     def _check_sequences(self, allowance: _Allowance, sequences: int, now: float) -> None:
-        if self._most_of_caller is not None and allowance.in_flight + sequences > self._most_of_caller:
+        if self._max_of_caller is not None and allowance.in_flight + sequences > self._max_of_caller:
             raise _over(f"{self._settings.concurrency} sequences at once", "concurrency", self._drain_time(now))
-        free = self._most_in_flight - self._in_flight
+        free = self._max_in_flight - self._in_flight
         kept_for_others = self._shared and allowance.in_flight + sequences > self._runnable + free
         if sequences > free or kept_for_others:
             whose = f", {allowance.in_flight} of them of this key" if kept_for_others else ""

@@ -60,7 +60,7 @@ _ENGINE_COUNTERS: dict[str, tuple[str, _Labels, dict[_Labels, Callable[[Statisti
         {
             ("too_large",): lambda s: s.too_large,
             ("prompt_logprobs",): lambda s: s.scored,
-            ("out_of_memory",): lambda s: s.not_recorded,
+            ("out_of_memory",): lambda s: s.not_captured,
         },
     ),
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from strata.engine.process.messages import Add, Delta, Embed, Ready, Statistics, TokenLogprobs
-from strata.engine.routing.router import NoReplica, Route, Router, Standing
+from strata.engine.routing.router import NoReplica, ReplicaState, Route, Router
 from strata.engine.watch.request_ledger import RequestLedger
 from strata.serve.client import EngineClient, EngineGone
 from strata.serve.engine_ends import EngineEnds
@@ -158,9 +158,9 @@ class Replicas:
     def takes_requests(self) -> bool:
         """Whether any of them is neither lost nor drained."""
         self._look()
-        return any(self.router.standing(replica) is Standing.SERVING for replica in range(len(self.clients)))
+        return any(self.router.standing(replica) is ReplicaState.SERVING for replica in range(len(self.clients)))
 
-    def standing(self, replica: int) -> Standing:
+    def standing(self, replica: int) -> ReplicaState:
         self._look()
         return self.router.standing(replica)
 
@@ -178,7 +178,7 @@ class Replicas:
 
     def has_drained(self, replica: int) -> bool:
         """Whether a replica that drains has nothing left, by what it has told since all processes know."""
-        if self.standing(replica) is not Standing.DRAINING or self.router.under_way(replica):
+        if self.standing(replica) is not ReplicaState.DRAINING or self.router.under_way(replica):
             return False
         told = self.clients[replica].statistics
         return time.monotonic() - self._drained_since[replica] > _SETTLED_SECONDS and not told.running + told.waiting
@@ -244,7 +244,7 @@ class Replicas:
         """See which engines have ended, and how much load the others tell of."""
         for replica, client in enumerate(self.clients):
             if not client.alive:
-                if self.router.standing(replica) is not Standing.LOST:
+                if self.router.standing(replica) is not ReplicaState.LOST:
                     self.router.lose(replica)
                 continue
             self._follow_operator(replica)
@@ -255,10 +255,10 @@ class Replicas:
 
     def _follow_operator(self, replica: int) -> None:
         drains, standing = self._drains.drains(replica), self.router.standing(replica)
-        if drains and standing is Standing.SERVING:
+        if drains and standing is ReplicaState.SERVING:
             self.router.drain(replica)
             self._drained_since[replica] = time.monotonic()
-        elif not drains and standing is Standing.DRAINING:
+        elif not drains and standing is ReplicaState.DRAINING:
             self.router.recover(replica)
 
     def _forget(self, id: str, route: Route) -> None:

@@ -41,7 +41,7 @@ class EmbeddingRequest(RequestModel):
     """Has no effect: who sends a request is known by its key."""
 
 
-class Embedding(ReplyModel):
+class EmbeddingItem(ReplyModel):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
@@ -54,6 +54,6 @@ class EmbeddingUsage(ReplyModel):
 
 class EmbeddingList(ReplyModel):
     object: Literal["list"]
-    data: list[Embedding]
+    data: list[EmbeddingItem]
     model: str
     usage: EmbeddingUsage

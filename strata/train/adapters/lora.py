@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from strata.comm.placement import Placement
 from strata.kernels.linear.linear import linear
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.quant.quantized import QuantizedWeight
 from strata.kernels.quant.schemes import scheme_of
 from strata.models.layers import CausalLM, Linear
 from strata.parallel.tensor import ColumnLinear, RowLinear, TensorSharding
@@ -162,7 +162,7 @@ def merge_lora(model: CausalLM) -> None:
     """
     adapted: list[Any] = [one for one in model.modules() if "lora_A" in dict(one.named_children())]
     for child in adapted:
-        if isinstance(child.weight, PackedWeight):
+        if isinstance(child.weight, QuantizedWeight):
             raise ValueError("packed weights have no room for an adapter: load the model in floats, then merge")
         product = child.lora_scale * (child.lora_B.weight @ child.lora_A.weight)
         child.weight.copy_(child.weight.to(product.dtype) + product)

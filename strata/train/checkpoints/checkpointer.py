@@ -22,7 +22,6 @@ from strata.train.checkpoints.folder import (
     check_recipe,
     checkpoint_path,
     checkpoints,
-    part_path,
     prune,
     publish,
     read_state,
@@ -30,6 +29,7 @@ from strata.train.checkpoints.folder import (
     set_aside,
     step_of,
     unfinished,
+    unfinished_path,
 )
 from strata.train.checkpoints.index import CorruptCheckpoint, Index
 from strata.train.checkpoints.reader import load
@@ -99,7 +99,7 @@ class Checkpointer:
             text = json.dumps(state, indent=2) + "\n" if self.world.is_main else None
             self._step = step
             self._writer = ShareWriter(
-                part_path(self.folder, step),
+                unfinished_path(self.folder, step),
                 self.world.rank,
                 text,
                 snapshot,
@@ -111,7 +111,7 @@ class Checkpointer:
         """Call this before the shards change: the device's stream, not the host, waits for copies of what is on the
         device; the host waits for those of what it holds itself.
 
-        An update that is part of a recorded graph begins with the graph: call this before the replay.
+        An update that is part of a captured graph begins with the graph: call this before the replay.
         """
         if self._writer is None:
             return
@@ -291,7 +291,7 @@ class Publication:
             self.errors.append(f"rank 0: {type(error).__name__}: {error}")
         if self.errors:
             with suppress(OSError):  # it may not exist, and the disk may be why
-                set_aside(part_path(self._folder, self._step))
+                set_aside(unfinished_path(self._folder, self._step))
         with suppress(OSError):
             # Listed while no rank can have begun another one.
             leftovers = unfinished(self._folder)

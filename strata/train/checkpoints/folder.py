@@ -36,7 +36,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08}"
 
 
-def part_path(folder: Path, step: int) -> Path:
+def unfinished_path(folder: Path, step: int) -> Path:
     """Where it is until then."""
     return folder / f".{checkpoint_path(folder, step).name}.part"
 
@@ -91,7 +91,7 @@ def publish(folder: Path, step: int, index: Index) -> Path:
     After a crash at any moment, and after a power cut, there is the whole checkpoint or none. One of the same step, of
     an earlier attempt, is replaced.
     """
-    part, target = part_path(folder, step), checkpoint_path(folder, step)
+    part, target = unfinished_path(folder, step), checkpoint_path(folder, step)
     write_durably(part / INDEX, index.to_json())
     _flush_folder(part)
     if target.exists():

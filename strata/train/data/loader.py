@@ -32,7 +32,7 @@ class DataPosition:
 
 
 @dataclass(frozen=True)
-class Step:
+class LoadedStep:
     """What one rank trains on in one step.
 
     batches: the packs of this rank. next: the place of the step after. tokens: in the packs of all ranks; utilisation:
@@ -56,11 +56,11 @@ class Position:
     place: DataPosition = DataPosition()
     tokens: int = 0
 
-    def after(self, step: Step) -> Position:
+    def after(self, step: LoadedStep) -> Position:
         """The position once this step is done."""
         return Position(self.step + 1, self.data_step + 1, step.next, self.tokens + step.tokens)
 
-    def without(self, step: Step) -> Position:
+    def without(self, step: LoadedStep) -> Position:
         """The position once this step's samples are left out."""
         return Position(self.step, self.data_step + 1, step.next, self.tokens)
 
@@ -113,7 +113,7 @@ class Loader:
             window += 1
         return -(-packs // self._packs)
 
-    def step(self, place: DataPosition) -> Step:
+    def step(self, place: DataPosition) -> LoadedStep:
         """The step that begins at `place`, as this rank has it."""
         chosen: list[Samples] = []
         window, first = place.window, place.pack
@@ -126,7 +126,7 @@ class Loader:
                 window, first = window + 1, 0
         tokens = sum(pack.tokens for pack in chosen)
         batches = [collate(self.mixture, one) for one in chosen[self._rank :: self._ranks]]
-        return Step(batches, DataPosition(window, first), tokens, tokens / (self._capacity * self._packs))
+        return LoadedStep(batches, DataPosition(window, first), tokens, tokens / (self._capacity * self._packs))
 
     def _packs_of(self, window: int) -> list[Samples]:
         """The packs of a window. The window used last is remembered."""
@@ -243,13 +243,13 @@ def check_data(datasets: Sequence[TokenDataset], kind: str, config: ModelConfig,
 
 
 @contextmanager
-def prefetch(loader: Loader, place: DataPosition, steps: int, most: int = 4) -> Iterator[Iterator[Step]]:
+def prefetch(loader: Loader, place: DataPosition, steps: int, most: int = 4) -> Iterator[Iterator[LoadedStep]]:
     """The `steps` steps from `place` on, up to `most` of them prepared before they are asked for.
 
     An error of the loader is raised where its step is asked for. On leaving, whether all steps were taken or not, the
     thread has ended.
     """
-    made: queue.SimpleQueue[Step | BaseException] = queue.SimpleQueue()
+    made: queue.SimpleQueue[LoadedStep | BaseException] = queue.SimpleQueue()
     room = threading.Semaphore(most)
     left = threading.Event()
 
@@ -266,7 +266,7 @@ def prefetch(loader: Loader, place: DataPosition, steps: int, most: int = 4) -> 
         except BaseException as error:
             made.put(error)
 
-    def taken() -> Iterator[Step]:
+    def taken() -> Iterator[LoadedStep]:
         for _ in range(steps):
             item = made.get()
             if isinstance(item, BaseException):

@@ -18,11 +18,11 @@ from strata.train.data.sources import FileRange, read_text, split_text
 from strata.train.data.writing import ShardJob
 
 # What a process encodes between two reports of progress.
-BYTES_PER_PART = 4 * 10**6
+BYTES_PER_CHUNK = 4 * 10**6
 
 
 @dataclass(frozen=True)
-class PartJob(ShardJob):
+class ChunkJob(ShardJob):
     """The tokens of a part of a text. is_first, is_last: whether it is the first and the last."""
 
     file_range: FileRange
@@ -42,7 +42,7 @@ class PartJob(ShardJob):
 class CutJob(ShardJob):
     """A shard of what `parts` hold one after another: so many tokens, after `skip`, in documents of `longest`."""
 
-    parts: list[PartJob]
+    parts: list[ChunkJob]
     skip: int
     tokens: int
     longest: int
@@ -62,11 +62,11 @@ class LongText:
 
     def __init__(self, shards: Mapping[str, FileRange], folder: Path, tokenizer: Path) -> None:
         """shards: the file_range of the file that each of its shards is made of, in order. folder: for the parts."""
-        divided = {name: split_text(file_range, BYTES_PER_PART) for name, file_range in shards.items()}
+        divided = {name: split_text(file_range, BYTES_PER_CHUNK) for name, file_range in shards.items()}
         ends = [file_range.end for ranges in divided.values() for file_range in ranges]
         self._parts = {
             name: [
-                PartJob(
+                ChunkJob(
                     folder, f"{name}.{at:04}", file_range, tokenizer, file_range.start == 0, file_range.end == ends[-1]
                 )
                 for at, file_range in enumerate(ranges)
@@ -75,12 +75,12 @@ class LongText:
         }
 
     @property
-    def parts(self) -> list[PartJob]:
+    def chunks(self) -> list[ChunkJob]:
         return [part for parts in self._parts.values() for part in parts]
 
     def cuts(self, out: Path, encoded: Mapping[str, ShardEntry], longest: int | None, vocab_size: int) -> list[CutJob]:
         """What makes each shard of the finished parts: a document belongs to the one in whose parts it begins."""
-        parts = self.parts
+        parts = self.chunks
         starts = list(accumulate((encoded[part.name].tokens for part in parts), initial=0))
         each = longest or max(1, starts[-1])
         jobs, first = [], 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from strata.text.tokenizer import Tokenizer
 from strata.train.data.encoding import Document, Encoded
-from strata.train.data.long_text import BYTES_PER_PART, LongText
+from strata.train.data.long_text import BYTES_PER_CHUNK, LongText
 from strata.train.data.records import encode_record, kind_of
 from strata.train.data.shards import VERSION, ShardEntry, ShardIndex, documents_per_sample, write_shard
 from strata.train.data.sources import FileRange, Place, file_ranges, read_range
@@ -95,7 +95,7 @@ def _write_all(
     long = list(_long_texts(jobs))
     missing = [text for text in long if not all(job.finished() for job in text)]
     texts = [LongText({job.name: job.file_range for job in text}, out / PARTS, text[0].tokenizer) for text in missing]
-    parts = [part for text in texts for part in text.parts]
+    parts = [part for text in texts for part in text.chunks]
     together = {job.name for text in missing for job in text}
     entries: dict[str, ShardEntry] = {}
 
@@ -121,7 +121,7 @@ def _long_texts(jobs: Sequence[_TokenizeJob]) -> Iterator[list[_TokenizeJob]]:
         if job.kind == job.file_range.format == "text":
             texts += [[]] if job.file_range.start == 0 else []
             texts[-1].append(job)
-    return (text for text in texts if len(text) > 1 or text[0].file_range.end > BYTES_PER_PART)
+    return (text for text in texts if len(text) > 1 or text[0].file_range.end > BYTES_PER_CHUNK)
 
 
 def read_documents(

@@ -17,8 +17,8 @@ class ComputeClock:
     waits for no other rank. On a GPU by events in its stream, so the host waits for nothing.
 
     Where ranks wait for each other within a layer (tensor, context and pipeline parallel), these look alike, and it is
-    their group that is compared with others. What is recorded, and so runs later, is not timed: the host cannot ask for
-    an event in a recording.
+    their group that is compared with others. What is captured, and so runs later, is not timed: the host cannot ask for
+    an event in a CUDA graph.
     """
 
     def __init__(self, device: torch.device) -> None:

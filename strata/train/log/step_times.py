@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from strata.models.config import ModelConfig
-from strata.train.data.loader import Step
+from strata.train.data.loader import LoadedStep
 from strata.train.faults.stragglers import ComputeClock
 from strata.train.log.json_lines import JsonLines
 from strata.train.log.logs import Logs
@@ -58,7 +58,7 @@ class TrainingStepTimes:
         """The work of a step follows in the device's stream."""
         self._work.begin()
 
-    def end(self, step: Step) -> StepFlops:
+    def end(self, step: LoadedStep) -> StepFlops:
         """All work of the step is in the stream. Returns the arithmetic of this rank's packs."""
         self._work.end()
         sequences = sum(len(one.lengths) for one in step.batches)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from strata.parallel.data_parallel import ParameterShard
-from strata.train.optimizer.sharded_optimizer import has_own_master
+from strata.train.optimizer.sharded_optimizer import has_separate_master
 
 # With state on the host: elements of a tensor that are copied at once; how many of such blocks are on the device at the
 # same time (one arrives, one is worked on and one leaves); the most tensors of a block (masters and two moments).
@@ -82,7 +82,7 @@ class HostMemory(StateMemory):
         found = []
         for shard in shards:
             flat = shard.master.detach().view(-1)
-            if has_own_master(shard):
+            if has_separate_master(shard):
                 storage = flat.untyped_storage()
                 if storage.data_ptr() not in moved:
                     whole = torch.as_strided(flat, (storage.nbytes() // flat.element_size(),), (1,), 0)

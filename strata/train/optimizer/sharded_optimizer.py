@@ -24,7 +24,7 @@ def gradient_of(shard: ParameterShard) -> Tensor:
     return shard.master.grad.view(-1)
 
 
-def has_own_master(shard: ParameterShard) -> bool:
+def has_separate_master(shard: ParameterShard) -> bool:
     """Whether the master is other memory than the weight."""
     return shard.master.data_ptr() != shard.weight.data_ptr()
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.quant.quantized import QuantizedWeight
 from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.layers import CausalLM
-from strata.models.weights import packed_bytes
+from strata.models.weights import quantized_bytes
 from strata.parallel.layout import Layout
 from strata.train.adapters.frozen import planned_weights
 from strata.train.adapters.lora import LoraConfig, adapter_shapes
@@ -26,7 +26,7 @@ from strata.train.predict.estimate import (
     logits_bytes,
     step_shape,
 )
-from strata.train.predict.held import held_parameters
+from strata.train.predict.rank_parameters import parameters_by_rank
 from strata.train.predict.step_shape import TrainShape
 
 
@@ -51,7 +51,7 @@ class AdapterStep:
     shape: TrainShape
     lora: LoraConfig
     model: CausalLM
-    planned: Mapping[str, PackedWeight]
+    planned: Mapping[str, QuantizedWeight]
 
     @staticmethod
     def of(run: TrainConfig, config: ModelConfig, layout: Layout) -> AdapterStep:
@@ -65,7 +65,7 @@ class AdapterStep:
     def memory(self, recompute: str) -> AdapterMemory:
         """recompute: one of `shape.recomputes`."""
         shape, shapes = self.shape, list(adapter_shapes(self.model, self.lora))
-        tokens = shape.own_tokens
+        tokens = shape.local_tokens
         elements = sum(self.lora.rank * (out + width) for out, width in shapes)
         layers = range(shape.config.num_layers)
         # What lies between an adapter's two matrices is float32. With layers computed again it is of one of them.
@@ -89,10 +89,10 @@ class AdapterStep:
     def _frozen(self) -> int:
         """On the rank that holds most, by its share of all elements. Packed weights are not divided by ZeRO."""
         shape = self.shape
-        (whole,) = held_parameters(shape.config, 1, 1, shape.length, (0,))
-        most = max(one.total for one in shape.held)
+        (whole,) = parameters_by_rank(shape.config, 1, 1, shape.length, (0,))
+        most = max(one.total for one in shape.local_parameters)
         packed = sum(weight.nbytes for weight in self.planned.values())
-        floats = packed_bytes(self.model, torch.bfloat16, self.planned) - packed
+        floats = quantized_bytes(self.model, torch.bfloat16, self.planned) - packed
         ranks = shape.data_ranks[0] if shape.layout.zero == 3 else 1
         return -(-packed * most // whole.total) - (-floats * most // (whole.total * ranks))
 

@@ -20,9 +20,9 @@ from strata.parallel.timeline import peak_saved
 from strata.train.config import TrainConfig
 from strata.train.optimizer.memory import STREAMED_BYTES
 from strata.train.predict.flops import document_flops
-from strata.train.predict.held import RankParameters
 from strata.train.predict.messages import Axes
 from strata.train.predict.min_time import TrainingStepTime, min_time, predicted_time
+from strata.train.predict.rank_parameters import RankParameters
 from strata.train.predict.step_shape import TrainShape
 from strata.train.steps.passes import LOGITS_BYTES
 
@@ -168,7 +168,7 @@ def memory_by_rank(shape: TrainShape, recompute: str) -> tuple[StepMemory, ...]:
     under_way = _under_way(shape.schedule_name, shape.layout.pp, shape.schedule.micro_batches)
     return tuple(
         _memory(shape, recompute, held, micro_batches)
-        for held, micro_batches in zip(shape.held, under_way, strict=True)
+        for held, micro_batches in zip(shape.local_parameters, under_way, strict=True)
     )
 
 
@@ -246,7 +246,7 @@ def _new_gradient_bytes(shape: TrainShape, held: RankParameters) -> int:
 
 def logits_bytes(shape: TrainShape, at_once: int = CHUNK_BYTES) -> int:
     """Of the loss. at_once: of those that become their gradients; else they are float32 too, in chunks."""
-    logits = shape.own_tokens * -(-shape.config.vocab_size // shape.layout.tp)
+    logits = shape.local_tokens * -(-shape.config.vocab_size // shape.layout.tp)
     return min(2 * logits, at_once) if shape.loss_has_gradients else 6 * min(logits, CHUNK_ELEMENTS)
 
 
@@ -265,7 +265,7 @@ def _loss_bytes(shape: TrainShape, held: RankParameters) -> tuple[int, int]:
 
 def layer_bytes(shape: TrainShape, layer: int, recompute: str) -> int:
     """What one layer keeps of a batch. Sizes of a token below are elements of bfloat16 unless they say otherwise."""
-    config, tokens, parts, between = shape.config, shape.own_tokens, shape.layout.tp, shape.between
+    config, tokens, parts, between = shape.config, shape.local_tokens, shape.layout.tp, shape.between
     hidden = config.hidden_size
     if recompute == "layers":
         return tokens * 2 * hidden // between  # what enters
@@ -293,13 +293,13 @@ def layer_bytes(shape: TrainShape, layer: int, recompute: str) -> int:
 
 
 def _recurrent_layer_bytes(shape: TrainShape, recurrence: RecurrenceConfig, layer: int, recompute: str) -> int:
-    hidden, several = shape.config.hidden_size, shape.own_tokens > shape.length
+    hidden, several = shape.config.hidden_size, shape.local_tokens > shape.length
     residual = (4 if recurrence.wide_residual else 2) * hidden
     if recompute != "none" and shape.runs_graph:
         kept = residual + 2 * (recurrence.product_size + hidden)  # what enters, and the results of products
     else:
         kept = (1 + recurrence.has_mlps) * residual + 2 * hidden + recurrent_bytes(recurrence, several)
-    return shape.own_tokens * kept + (mlp_bytes(shape, layer, recompute) if recurrence.has_mlps else 0)
+    return shape.local_tokens * kept + (mlp_bytes(shape, layer, recompute) if recurrence.has_mlps else 0)
 
 
 def _attention_bytes(shape: TrainShape) -> int:
@@ -311,7 +311,7 @@ def _attention_bytes(shape: TrainShape) -> int:
 
 def mlp_bytes(shape: TrainShape, layer: int, recompute: str) -> int:
     """Of what follows attention, without the residual."""
-    config, tokens = shape.config, shape.own_tokens
+    config, tokens = shape.config, shape.local_tokens
     hidden, between = config.hidden_size, shape.between
     experts = config.experts if config.experts is not None and config.experts.layers[layer] else None
     read = hidden // (shape.layout.tp if shape.layout.overlap else 1)
@@ -335,7 +335,7 @@ def mlp_bytes(shape: TrainShape, layer: int, recompute: str) -> int:
 
 def _dense_bytes(shape: TrainShape, inner: int, recompute: str) -> int:
     """Between the products of a dense MLP, or of the experts that all tokens go to."""
-    tokens, inner = shape.own_tokens, inner // shape.layout.tp
+    tokens, inner = shape.local_tokens, inner // shape.layout.tp
     if recompute != "none":
         return tokens * 2 * (2 * inner if recompute == "operations" else 0)
     if shape.precision == "bf16":
@@ -345,7 +345,7 @@ def _dense_bytes(shape: TrainShape, inner: int, recompute: str) -> int:
 
 def layer_working_bytes(shape: TrainShape, layer: int) -> int:
     """What a layer needs only while it runs, if that is much."""
-    config, layout, tokens = shape.config, shape.layout, shape.own_tokens
+    config, layout, tokens = shape.config, shape.layout, shape.local_tokens
     found = 0
     if config.experts is not None and config.experts.layers[layer]:
         # The gradient of the rows of a token's experts.
@@ -367,11 +367,11 @@ def _ring_bytes(shape: TrainShape, window: int | None) -> int:
         # those of keys and values for each query head. Two pairs of keys and values under way, with float32 gradients,
         # and the gradients of a turn.
         vectors = (3 * 4 + 3 * 2) * heads + 2 * (2 * 2 + 2 * 4 + 2) * kv_heads
-        return shape.own_tokens * vectors * config.head_dim
+        return shape.local_tokens * vectors * config.head_dim
     piece = -(-shape.length // (2 * shape.layout.cp))
     vectors = (4 * heads + 6 * kv_heads) * config.head_dim
     # Scores, their gradient and the softmax of a block; queries, result, keys and values with gradients: float32.
-    return 4 * (3 * heads * piece * piece + shape.own_tokens * vectors)
+    return 4 * (3 * heads * piece * piece + shape.local_tokens * vectors)
 
 
 def recurrent_bytes(config: RecurrenceConfig, several: bool) -> int:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from strata.models.config import ModelConfig
 from strata.train.data.pack import PackedBatch
-from strata.train.predict.held import meta_model
+from strata.train.predict.rank_parameters import meta_model
 
 
 @dataclass(frozen=True)

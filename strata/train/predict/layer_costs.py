@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from strata.cost.nodes import NodeCost, node_costs
-from strata.graph.capture import capture
 from strata.graph.fuse import fuse
 from strata.graph.merge import merge
+from strata.graph.trace import trace
 from strata.graph.walk import meta_indices
 from strata.hardware.roofline import Cost, Workload
 from strata.models.batch import Batch
@@ -73,7 +73,7 @@ def layer_costs(config: ModelConfig, length: int, *, fused: bool = True) -> tupl
 
 def _unlike_costs(config: ModelConfig, length: int, fused: bool) -> tuple[LayerCost, ...]:
     with torch.device("meta"):
-        graph = capture(build(config).to(torch.bfloat16))
+        graph = trace(build(config).to(torch.bfloat16))
     if fused:
         graph = fuse(merge(graph))
     found = [[PassCost(), PassCost()] for _ in range(config.num_layers)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from strata.comm.cost import CollectiveCost
 from strata.parallel.buckets import BUCKET_ELEMENTS
 from strata.parallel.quantized_sums import message_bytes
-from strata.train.predict.held import RankParameters
+from strata.train.predict.rank_parameters import RankParameters
 from strata.train.predict.rates import Rates
 from strata.train.predict.step_shape import TrainShape
 

@@ -12,9 +12,9 @@ from strata.hardware.figures import Device
 from strata.hardware.roofline import Cost
 from strata.parallel.schedules import make_schedule
 from strata.parallel.timeline import Durations, simulate
-from strata.train.predict.held import RankParameters
 from strata.train.predict.layer_costs import PassCost
 from strata.train.predict.messages import Axes, Messages, data_messages, exposed, hidden, sent
+from strata.train.predict.rank_parameters import RankParameters
 from strata.train.predict.rates import Rates, measured_rates, min_rates
 from strata.train.predict.step_shape import TrainShape
 
@@ -94,14 +94,19 @@ def step_time(shape: TrainShape, recompute: str, rates: Rates) -> TrainingStepTi
     work = shape.batches * (slowest.forward + slowest.backward)
     bubble, transfers = 0.0, Messages()
     if shape.layout.pp > 1:
-        hop = sent(rates, "shift", 2 * shape.own_tokens * shape.config.hidden_size // shape.between, Axes(shape).stages)
+        hop = sent(
+            rates, "shift", 2 * shape.local_tokens * shape.config.hidden_size // shape.between, Axes(shape).stages
+        )
         transfers = Messages(hop.cost, hop.seconds).times(2 * stages * shape.batches)
         weights = slowest.backward - slowest.inputs
         durations = Durations(slowest.forward / stages, slowest.inputs / stages, weights / stages, hop.seconds)
         bubble = _bubble(shape, durations, work / shape.batches)
     found = {name: one.times(shape.batches) for name, one in slowest.messages.items()}
     # Only within a step: a rank waits for the slowest other one before it updates.
-    ends = [data_messages(shape, held, own.computing, rates) for held, own in zip(shape.held, passes, strict=True)]
+    ends = [
+        data_messages(shape, held, own.computing, rates)
+        for held, own in zip(shape.local_parameters, passes, strict=True)
+    ]
     latest: dict[str, Messages] = max(ends, key=exposed)
     found |= latest
     beside = hidden(found)
@@ -110,10 +115,11 @@ def step_time(shape: TrainShape, recompute: str, rates: Rates) -> TrainingStepTi
     return TrainingStepTime(
         products=shape.batches * spent.products,
         attention=shape.batches * spent.attention,
-        update=max(_update_seconds(shape, held, rates) for held in shape.held),
+        update=max(_update_seconds(shape, held, rates) for held in shape.local_parameters),
         bubble=bubble,
         messages={name: one for name, one in found.items() if one.cost.messages},
-        traffic=shape.batches * spent.traffic + max(_sums_seconds(shape, held, rates) for held in shape.held),
+        traffic=shape.batches * spent.traffic
+        + max(_sums_seconds(shape, held, rates) for held in shape.local_parameters),
         gaps=shape.batches * spent.gaps,
         slowed=rates.slowed * beside,
         origin=rates.origin,
@@ -164,14 +170,14 @@ class _Passes:
     """
 
     def __init__(self, shape: TrainShape, recompute: str, rates: Rates, rank: int) -> None:
-        self.shape, self.rates, self.held = shape, rates, shape.held[rank]
+        self.shape, self.rates, self.held = shape, rates, shape.local_parameters[rank]
         costs = [(shape.layer_costs[layer], count) for layer, count in self.held.unlike]
         ahead = sum((self._work(cost.forward, rates.attention, count) for cost, count in costs), _ComputeSeconds())
         back = sum(
             (self._work(cost.backward, rates.attention_backward, count) for cost, count in costs), _ComputeSeconds()
         )
         again = self._again(recompute, ahead)
-        head = 2 * self.held.head * shape.own_tokens / rates.wide
+        head = 2 * self.held.head * shape.local_tokens / rates.wide
         # A loss computes its logits twice unless it makes gradients of them on the spot.
         head_backward = _ComputeSeconds((2 if shape.loss_has_gradients else 3) * head, traffic=self._logits_seconds())
         self.work = ahead + back + again + head_backward + _ComputeSeconds(head)
@@ -184,10 +190,10 @@ class _Passes:
     def _products(self, dense: float, routed: float) -> float:
         """Seconds of so many FLOPs of a token, outside experts and in them."""
         shape, rates = self.shape, self.rates
-        return shape.own_tokens * (dense / shape.layout.tp / rates.dense + routed / shape.between / rates.wide)
+        return shape.local_tokens * (dense / shape.layout.tp / rates.dense + routed / shape.between / rates.wide)
 
     def _work(self, cost: PassCost, attention_rate: float, layers: int) -> _ComputeSeconds:
-        shape, tokens, parts = self.shape, self.shape.own_tokens, self.shape.layout.tp
+        shape, tokens, parts = self.shape, self.shape.local_tokens, self.shape.layout.tp
         attention = cost.attention * tokens / shape.length / parts / attention_rate
         moved = tokens * (cost.between / shape.between + cost.inside / parts)
         if shape.precision != "bf16":
@@ -224,7 +230,7 @@ class _Passes:
         return _ComputeSeconds(products, attention, ahead.traffic * share, ahead.gaps * share)
 
     def _logits_seconds(self) -> float:
-        logits = self.shape.own_tokens * self.held.head / self.shape.config.hidden_size
+        logits = self.shape.local_tokens * self.held.head / self.shape.config.hidden_size
         return self._traffic_seconds(_LOGITS_PASSES * 2 * logits)
 
     def _traffic_seconds(self, moved: float) -> float:
@@ -249,7 +255,7 @@ class _Passes:
     ) -> tuple[Messages, Messages]:
         """Around attention and the MLP the ranks gather tokens and sum products, or sum alone, which is as much."""
         shape, layout, config = self.shape, self.shape.layout, self.shape.config
-        size, axis = 2 * shape.own_tokens * config.hidden_size, Axes(shape).tensor
+        size, axis = 2 * shape.local_tokens * config.hidden_size, Axes(shape).tensor
         sparse = (False,) * config.num_layers if config.experts is None else config.experts.layers
         # Experts are whole on each rank of tp. Embedding and head are half a block each.
         dense = sum(count for layer, count in self.held.unlike if not sparse[layer])
@@ -273,7 +279,7 @@ class _Passes:
         shape, layout, config = self.shape, self.shape.layout, self.shape.config
         layers, ranks, axis = len(self.held.layers), layout.cp, Axes(shape).context
         queries, keys = (
-            2 * shape.own_tokens * heads * config.head_dim // layout.tp
+            2 * shape.local_tokens * heads * config.head_dim // layout.tp
             for heads in (config.num_heads, config.num_kv_heads)
         )
         if layout.context == "ulysses":
@@ -295,7 +301,7 @@ class _Passes:
             return Messages(), Messages()
         axis = Axes(shape).experts
         layers = sum(count for layer, count in self.held.unlike if experts.layers[layer])
-        rows = int(shape.own_tokens // shape.between * shape.ranks_of_token)
+        rows = int(shape.local_tokens // shape.between * shape.ranks_of_token)
         # Rows of hidden states; their weights (float32), as much as the numbers of their experts; how many there are.
         vectors, weights, counts = (
             sent(self.rates, "all_to_all", size, axis)

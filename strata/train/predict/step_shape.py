@@ -10,8 +10,8 @@ from strata.models.config import ModelConfig
 from strata.parallel.layout import Layout
 from strata.parallel.schedules import PipelineSchedule, make_schedule
 from strata.train.config import RECOMPUTE, RECOMPUTE_OF_MODULES
-from strata.train.predict.held import RankParameters, held_parameters
 from strata.train.predict.layer_costs import LayerCost, layer_costs
+from strata.train.predict.rank_parameters import RankParameters, parameters_by_rank
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TrainShape:
     adapters: bool = False
 
     @property
-    def own_tokens(self) -> int:
+    def local_tokens(self) -> int:
         """Of a batch, on one rank of cp."""
         return -(-self.tokens // self.layout.cp)
 
@@ -103,6 +103,6 @@ class TrainShape:
         return layer_costs(self.config, self.length, fused=self.runs_graph)
 
     @cached_property
-    def held(self) -> tuple[RankParameters, ...]:
+    def local_parameters(self) -> tuple[RankParameters, ...]:
         """Of each rank of the pipeline."""
-        return held_parameters(self.config, self.layout.tp, self.layout.ep, self.length, self.schedule.rank_of_stage)
+        return parameters_by_rank(self.config, self.layout.tp, self.layout.ep, self.length, self.schedule.rank_of_stage)

@@ -50,7 +50,7 @@ class NoBalancing:
 class Balancing(NoBalancing):
     """Of a model with experts. Every rank holds the state of all layers, those of other stages too.
 
-    The host never waits, and all memory stays where it is, so that steps may be recorded.
+    The host never waits, and all memory stays where it is, so that steps may be captured.
     """
 
     def __init__(self, experts: ExpertsConfig, method: BalanceConfig, layout: Layout, mesh: Mesh) -> None:

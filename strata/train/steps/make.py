@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from strata.comm.mesh import Mesh
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.quant.quantized import QuantizedWeight
 from strata.models.balance import hold_biases
 from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.initialize import dummy_values, initial_values
 from strata.models.layers import CausalLM
 from strata.models.quantized.checkpoint import Checkpoint
-from strata.models.quantized.choice import hold_packed
+from strata.models.quantized.choice import hold_quantized
 from strata.parallel.data_parallel import gradient_axes
 from strata.parallel.families import sharding_table
 from strata.parallel.layout import Layout
@@ -33,7 +33,7 @@ from strata.train.adapters.lora import LoraConfig, add_adapters, first_values
 from strata.train.checkpoints.state import StateShard, fill, state_of, state_shards
 from strata.train.compile import TrainingGraph
 from strata.train.config import PRECISIONS, RECOMPUTE, RECOMPUTE_OF_MODULES, BalanceConfig, check_trainable
-from strata.train.layout import check_packed
+from strata.train.layout import check_quantized
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.optimizer.make import make_optimizer
 from strata.train.phases import NO_PHASES, Phases
@@ -77,7 +77,7 @@ class Adapters:
 
     lora: LoraConfig
     seed: int = 0
-    packed: Mapping[str, PackedWeight] = field(default_factory=dict)
+    packed: Mapping[str, QuantizedWeight] = field(default_factory=dict)
 
 
 def make_step(
@@ -123,9 +123,9 @@ def make_step(
     hold_biases(model)
     if adapters is not None:
         if adapters.packed:
-            check_packed(layout)
+            check_quantized(layout)
         model.requires_grad_(False).to(compute_dtype)
-        hold_packed(model, adapters.packed)
+        hold_quantized(model, adapters.packed)
     balancing = make_balancing(config, balance, layout, mesh)
     setting = _Setting(config, layout, mesh, dtype, compute_dtype, balancing, adapters)
     if runs_graph:

@@ -23,10 +23,10 @@ from strata.train.optimizer.make import ShardedOptimizer
 from strata.train.optimizer.sharded_optimizer import clip_scale
 from strata.train.phases import PASSES, Phases
 from strata.train.steps.balance import NoBalancing
+from strata.train.steps.captured import CapturedStep, MakeBatches, Shape, fixed_shape, shape_of_all
 from strata.train.steps.micro_batch import micro_batch, whole_batch
 from strata.train.steps.objective import Columns, Objective
 from strata.train.steps.passes import GraphPasses, Passes
-from strata.train.steps.recorded import MakeBatches, RecordedStep, Shape, fixed_shape, shape_of_all
 from strata.train.steps.result import StepResult
 
 
@@ -35,7 +35,7 @@ class ParallelStep:
     update. All ranks call the methods alike.
 
     The updated weights travel at the beginning of the next step, while its first layers compute. On a GPU, steps
-    through a graph that recur in shape are recorded: if all ranks had, in two steps in a row, equally many packs of
+    through a graph that recur in shape are captured: if all ranks had, in two steps in a row, equally many packs of
     equally many sequences of one same length. A step of another shape ends that, because it needs the memory; then it
     takes twice as many steps in a row. The host never waits for the device.
     """
@@ -59,7 +59,7 @@ class ParallelStep:
     ) -> None:
         """objective: what the steps minimize. state_shards: of masters and optimizer state. clip: the largest norm of
         the gradient of an update. dtype: of the loss. before_update: is called right before masters and state change.
-        records: whether steps that recur in shape are recorded, where they can be. phases: is called at the phases of a
+        records: whether steps that recur in shape are captured, where they can be. phases: is called at the phases of a
         step.
         """
         self._passes, self._gradients, self._balancing = passes, parallel.gradients, balancing
@@ -74,9 +74,9 @@ class ParallelStep:
         self._world_axis = all_ranks(mesh)
         self._records = records and self._device.type == "cuda" and isinstance(passes, GraphPasses)
         self._before: Shape | None = None
-        self._in_a_row, self._wanted = 0, 2  # steps of the shape of the one before; those that it takes to record
-        self._recorded: RecordedStep | None = None
-        mesh.world.on_shutdown.append(self._forget_recording)
+        self._in_a_row, self._wanted = 0, 2  # steps of the shape of the one before; those that it takes to capture
+        self._captured: CapturedStep | None = None
+        mesh.world.on_shutdown.append(self._forget_capture)
 
     def __call__(self, batches: Sequence[PackedBatch], rate: float) -> StepResult:
         """One step. batches: this rank's packs, as many on every rank, alike along "cp", "tp" and "pp"."""
@@ -84,12 +84,12 @@ class ParallelStep:
         shape = shape_of_all(fixed_shape(batches), self._world_axis) if self._records else None
         before, self._before = self._before, shape
         self._in_a_row = self._in_a_row + 1 if self._before == before else 1
-        recorded = self._recording() if self._before is not None and self._in_a_row >= self._wanted else None
-        if recorded is not None:
+        captured = self._capture() if self._before is not None and self._in_a_row >= self._wanted else None
+        if captured is not None:
             self._phases.at("replayed passes")
-            shares, norm, counted = recorded(batches, self._begin_update)
+            shares, norm, counted = captured(batches, self._begin_update)
         else:
-            self._forget_recording()
+            self._forget_capture()
             shares, norm, counted = self._run(batches)
         named = self._named(shares)
         return StepResult(named.pop("loss"), norm, {"counted": counted, **named, **self._balancing.metrics()})
@@ -102,7 +102,7 @@ class ParallelStep:
         Returns, alike on all ranks, [] each: "loss" and the objective's metrics, means over what counts, and "counted",
         how much that is; 0 leaves means of 0.
         """
-        self._free_recording()
+        self._free_capture()
         counted, _ = start_all_reduce(self._own_counts(batches), self._documents).wait().unbind()
         scale = counted.clamp(min=1).reciprocal()
         made = [self._to_micro_batch(one, self._objective.columns(one), scale) for one in batches]
@@ -114,7 +114,7 @@ class ParallelStep:
         """Log-probabilities of the targets of each of these packs, [targets] float32 (float64 for float64 weights) on
         the CPU, by forward passes alone, as for `measured`. Alike on the ranks along "cp", "tp" and "pp".
         """
-        self._free_recording()
+        self._free_capture()
         counts = [len(one.targets) for one in batches]
         found = torch.zeros(sum(counts), dtype=self._dtype, device=self._device)
         numbers = np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
@@ -154,7 +154,7 @@ class ParallelStep:
         return to_device(torch.tensor(counts, dtype=self._dtype), self._device)
 
     def _micro_batches(self, batches: Sequence[PackedBatch], scale: Tensor) -> list[MicroBatch]:
-        # What recurs as a recording does, so that a run that resumes, and has nothing recorded yet, repeats the bits.
+        # What recurs as a CUDA graph does, so that a run that resumes, and has nothing captured yet, repeats the bits.
         make = self._to_micro_batch if self._before is None else partial(whole_batch, context=self._context)
         return [make(one, self._objective.columns(one), scale) for one in batches]
 
@@ -189,14 +189,14 @@ class ParallelStep:
         self._optimizer.update(clip_scale(norm, self._clip))
         self._balancing.update(norm)
 
-    def _recording(self) -> RecordedStep:
-        """The recorded step of the shape that recurs on all ranks."""
+    def _capture(self) -> CapturedStep:
+        """The captured step of the shape that recurs on all ranks."""
         assert self._before is not None
         assert isinstance(self._passes, GraphPasses)
-        if self._recorded is None:
+        if self._captured is None:
             self._passes.free_gradients()  # the gradient of the step before, whose update has been launched
-            torch.cuda.empty_cache()  # a recording has memory of its own
-            self._recorded = RecordedStep(
+            torch.cuda.empty_cache()  # a CUDA graph has memory of its own
+            self._captured = CapturedStep(
                 self._before,
                 self._objective,
                 self._context,
@@ -205,19 +205,19 @@ class ParallelStep:
                 self._update,
                 self._passes.free_gradients,
             )
-        return self._recorded
+        return self._captured
 
-    def _forget_recording(self) -> None:
+    def _forget_capture(self) -> None:
         """A step that is launched takes as much memory, which there may not be twice."""
-        if self._recorded is not None:
-            self._free_recording()
+        if self._captured is not None:
+            self._free_capture()
             self._wanted *= 2
 
-    def _free_recording(self) -> None:
-        """The next step of its shape records again."""
-        if self._recorded is not None:
+    def _free_capture(self) -> None:
+        """The next step of its shape captures again."""
+        if self._captured is not None:
             assert isinstance(self._passes, GraphPasses)
-            self._recorded = None
+            self._captured = None
             self._passes.free_gradients()  # they lie in it
             torch.cuda.empty_cache()
 

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from benchmarks.kernels import command as bench_kernels
 from benchmarks.kernels.command import HEADINGS, KernelRow, sizes_of
 from strata.cli.bench.inference import bench
-from strata.graph.capture import operation_of
+from strata.graph.trace import operation_of
 from strata.hardware.specs import device
 from strata.kernels import tuned
 from strata.kernels.linear.linear import linear
-from strata.kernels.tuned import Choice, Key, row_bucket
+from strata.kernels.tuned import Key, TunedChoice, row_bucket
 from strata.plan.meta_model import find_config, meta_model
 
 pytest.importorskip("triton")
@@ -84,7 +84,7 @@ class TestTuning:
     @staticmethod
     def finding(out: int, seconds: float) -> Finding:
         product = Product("tiny", "o", "linear", out, 32)
-        return Finding(product, Key("linear", "bfloat16", out, 32, 1), Choice("cublas", {}, seconds, seconds))
+        return Finding(product, Key("linear", "bfloat16", out, 32, 1), TunedChoice("cublas", {}, seconds, seconds))
 
     @pytest.fixture
     def tune(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Iterable[Finding]], None]:

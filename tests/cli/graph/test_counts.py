@@ -239,8 +239,8 @@ def test_a_rank_of_two_that_divide_keys() -> None:
     sent = 3 * 4 * 128 * 2 + 3 * 4 * (128 + 1) * 4  # queries, and averages with their logarithms
     assert part["sent_bytes"] == whole["sent_bytes"] + 48 * sent
     by_operation = [{row["operation"]: row["cost"] for row in one["operations"]} for one in (whole, part)]
-    assert by_operation[1]["kept_attention"]["cached"] == 48 * 3 * 501 * 2 * 128 * 2
-    assert 2 * by_operation[1]["kept_attention"]["cached"] == by_operation[0]["decode_attention"]["cached"]
+    assert by_operation[1]["dcp_attention"]["cached"] == 48 * 3 * 501 * 2 * 128 * 2
+    assert 2 * by_operation[1]["dcp_attention"]["cached"] == by_operation[0]["decode_attention"]["cached"]
 
 
 def test_ranks_with_sequences_of_their_own() -> None:

@@ -51,7 +51,7 @@ def test_what_a_kernel_stands_for_with_experts_and_norms_of_heads() -> None:
     """In Qwen3-30B-A3B the six operations between projections are one kernel."""
     meta = meta_model(config_from_dict(SHAPES["30B-A3B"] | {"num_hidden_layers": 3}, "30B-A3B"), device("h200"))
     workload = Workload((1,) * 4, (9,) * 4)
-    captured, ran = meta.captured(workload), meta.step(workload).model
+    captured, ran = meta.traced(workload), meta.step(workload).model
     found = correspondence(captured, ran)
     layer = {captured[at].module.rpartition(".")[2] + ":" + captured[at].operation: ran[own].module for at, own in
              enumerate(found) if captured[at].layer == 1}  # fmt: skip
@@ -68,7 +68,7 @@ def _measures_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of known ceilings, which are not measured then."""
     measured = (measured_figure("bandwidth", 1e10), measured_figure("compute", 1e11, "bfloat16"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(measured_step, "_LEAST_SECONDS", 0)
+    monkeypatch.setattr(measured_step, "_MIN_SECONDS", 0)
     monkeypatch.setattr(ceilings, "processor_device", lambda: (Device("mine", "My CPU", measured), ("what I know",)))
 
 

@@ -190,7 +190,7 @@ def test_warm_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_warm_takes_as_many_sequences_as_the_start_that_is_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded sizes follow from them, and the manifest is found by the same options."""
+    """Captured sizes follow from them, and the manifest is found by the same options."""
     warmed: list[EngineConfig] = []
 
     @contextmanager

@@ -93,8 +93,8 @@ class Machine:
     def check(self, prompt: Sequence[int]) -> None:
         pass
 
-    def fitting(self, requests: Any, most_tokens: float = math.inf) -> int:
-        return self._fitting(SimpleNamespace(_max_tokens=TOKENS), requests, most_tokens)  # type: ignore[arg-type]
+    def fitting(self, requests: Any, token_limit: float = math.inf) -> int:
+        return self._fitting(SimpleNamespace(_max_tokens=TOKENS), requests, token_limit)  # type: ignore[arg-type]
 
     def launch(self, requests: Sequence[PoolRequest]) -> Any:
         tokens = sum(len(request.prompt) for request in requests)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from strata.engine.grammars.expressions import Call, Characters, Choice, Expression, Repeat, Rules, Sequence
+from strata.engine.grammars.expressions import CallRule, Characters, ChoiceRule, Expression, Repeat, Rules, SequenceRule
 
 Symbol = str | Callable[[str], bool]
 
@@ -157,11 +157,11 @@ def plain(rules: Rules) -> PlainGrammar:
             case Characters(ranges):
                 bounds.update(code for low, high in ranges for code in (low - 1, low, high, high + 1))
                 return [lambda one: any(low <= ord(one) <= high for low, high in ranges)]
-            case Call(name):
+            case CallRule(name):
                 return [name]
-            case Sequence(parts):
+            case SequenceRule(parts):
                 return [symbol for part in parts for symbol in symbols_of(part)]
-            case Choice(options):
+            case ChoiceRule(options):
                 name = f"choice {len(made)}"
                 made[name] = []
                 made[name] += [symbols_of(option) for option in options]

@@ -20,7 +20,7 @@ from llguidance import LLMatcher
 from pydantic import BaseModel, Field
 
 from strata.engine.grammars.limits import LIMITS
-from strata.engine.grammars.structured_outputs import StructuredOutputsParams, join_parts, json_part
+from strata.engine.grammars.structured_outputs import StructuredOutputsParams, join_entries, json_entry
 from strata.serve.grammar_worker import TOKENIZER, what_is_wrong
 from tests.serve.random_schemas import random_schema
 
@@ -201,7 +201,7 @@ def test_there_is_one_spacing() -> None:
 
 @cache
 def matcher_of(schema: str) -> LLMatcher:
-    matcher = LLMatcher(TOKENIZER, join_parts(json_part("json", json.loads(schema))), log_level=0, limits=LIMITS)
+    matcher = LLMatcher(TOKENIZER, join_entries(json_entry("json", json.loads(schema))), log_level=0, limits=LIMITS)
     assert not matcher.is_error(), matcher.get_error()
     return matcher
 
@@ -362,7 +362,7 @@ def test_a_format_that_is_not_known_asserts_nothing(format: str) -> None:
         "properties": {"a": {"type": "string", "format": format, "maxLength": 4}},
         "required": ["a"],
     }
-    assert what_is_wrong(join_parts(json_part("json", schema))) is None
+    assert what_is_wrong(join_entries(json_entry("json", schema))) is None
     assert takes_value(schema, {"a": "any"})
     assert not takes_value(schema, {"a": "too long"})
 
@@ -417,7 +417,7 @@ def test_properties_and_definitions_may_be_called_as_keywords_are(name: str) -> 
     ],
 )
 def test_what_is_wrong_is_told_without_options_of_a_library(schema: dict[str, Any]) -> None:
-    wrong = what_is_wrong(join_parts(json_part("json", schema)))
+    wrong = what_is_wrong(join_entries(json_entry("json", schema)))
     assert wrong is not None
     library = r"coerce|x-guidance|lenient|option|limit \d|Regex|And \(|lexeme|registry|retriever|Some\("
     assert not re.search(library, wrong), wrong

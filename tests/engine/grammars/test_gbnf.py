@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from strata.engine.grammars.gbnf import read_gbnf
 from strata.engine.grammars.limits import LIMITS
-from strata.engine.grammars.structured_outputs import StructuredOutputsParams, join_parts
+from strata.engine.grammars.structured_outputs import StructuredOutputsParams, join_entries
 from strata.serve.grammar_worker import TOKENIZER, what_is_wrong
 from tests.engine.grammars.plain_grammars import CHARACTERS, PlainGrammar, RandomGrammar, plain
 
@@ -35,8 +35,8 @@ class Vocabulary:
 
 
 def matcher_of(gbnf: str, tokenizer: LLTokenizer) -> LLMatcher:
-    part = StructuredOutputsParams(grammar=gbnf).part()
-    grammar = join_parts({**part, "lark_grammar": ALL_IDS + part["lark_grammar"]})
+    part = StructuredOutputsParams(grammar=gbnf).entry()
+    grammar = join_entries({**part, "lark_grammar": ALL_IDS + part["lark_grammar"]})
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     assert not matcher.is_error(), matcher.get_error()
     return matcher

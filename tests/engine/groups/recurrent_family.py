@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from strata.hardware.roofline import Cost
 from strata.kernels.attention.spec import AttentionSpec
 from strata.kernels.op import Operation
-from strata.kernels.state.fixed import FixedStates
+from strata.kernels.state.recurrent import RecurrentStates
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.layers import Attention, CausalLM, Linear
-from strata.models.state import FixedState, LayerState, attention_states
+from strata.models.state import LayerState, RecurrentState, attention_states
 
 TAIL = 2
 
 
 def _decayed(
-    x: Tensor, decay: Tensor, offsets: Tensor, positions: Tensor, states: FixedStates | None, layer: int
+    x: Tensor, decay: Tensor, offsets: Tensor, positions: Tensor, states: RecurrentStates | None, layer: int
 ) -> Tensor:
     """[tokens, width] each, the decay before its sigmoid. Token by token s = decay * s + (1 - decay) * entering, where
     x enters with half of the two x before it."""
@@ -86,7 +86,7 @@ def family(kinds: str) -> type[CausalLM]:
         @staticmethod
         def states(config: ModelConfig) -> tuple[LayerState, ...]:
             width = config.num_heads * config.head_dim
-            fixed = FixedState(((width,), (TAIL, width)), (torch.float64, None))
+            fixed = RecurrentState(((width,), (TAIL, width)), (torch.float64, None))
             return tuple(
                 fixed if kind == "r" else rows for kind, rows in zip(kinds, attention_states(config), strict=True)
             )

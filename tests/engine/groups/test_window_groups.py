@@ -15,12 +15,12 @@ from strata import LLM, SamplingParams
 from strata.cache.groups import PageGroup
 from strata.cache.window_pages import WindowPages
 from strata.engine import engine_config
-from strata.engine.program.sizes import recorded_sizes
+from strata.engine.program.sizes import captured_sizes
 from strata.engine.scheduling import states as states_module
 from strata.models.batch import Batch
 from strata.models.families import FAMILIES
 from tests.engine.groups.recurrent_family import family
-from tests.engine.program.test_recorded_steps import Replayed, as_on_cuda, recorded_by
+from tests.engine.program.test_captured_steps import Replayed, as_on_cuda, recorded_by
 from tests.models.checkpoints import FAMILY_CONFIGS, make_checkpoint
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 
@@ -106,7 +106,7 @@ def test_the_memory_of_a_window_does_not_grow_past_it(folder: Path) -> None:
     for _ in llm.stream({"prompt_token_ids": [7] * 270}, SamplingParams(max_tokens=60, ignore_eos=True)):
         held.append(window.books.num_pages - window.books.free)
     # The window, whole blocks of 128 keys, and what a step writes; all 330 tokens would take 21.
-    assert max(held) <= window.most + 32 // PAGE
+    assert max(held) <= window.max_pages + 32 // PAGE
     assert max(held) <= 13
     assert window.books.free == window.books.num_pages
 
@@ -132,7 +132,7 @@ def test_the_same_ids_as_eagerly(name: str, tmp_path: Path, monkeypatch: pytest.
     graphs = Replayed()
     as_on_cuda(monkeypatch, graphs)
     llm = LLM(folder, **OPTIONS)
-    recorded_by(llm, recorded_sizes(4, 48, 10**6, library=False))
+    recorded_by(llm, captured_sizes(4, 48, 10**6, library=False))
     others = [tables for _, tables, _ in llm.engine.runner._windows._others]  # type: ignore[union-attr]
     assert ids(llm) == wanted
     assert {key[1] for key in graphs.replayed} == {"run", "draw"}
@@ -268,11 +268,11 @@ def test_families_with_states(name: str, tmp_path: Path) -> None:
 
 
 def test_recorded_steps_read_the_rows_of_states(states_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recording, here replayed without a GPU, reads the rows of its sequences from device memory, as it does all that
-    changes; padding leaves the states of sequences alone."""
+    """A CUDA graph, here replayed without a GPU, reads the rows of its sequences from device memory, as it does all
+    that changes; padding leaves the states of sequences alone."""
     graphs = Replayed()
     as_on_cuda(monkeypatch, graphs)
     llm = stateful(states_folder)
-    recorded_by(llm, recorded_sizes(5, 29, 10**6, library=False))
+    recorded_by(llm, captured_sizes(5, 29, 10**6, library=False))
     check(llm, prompts(), n=2, outputs=16)
     assert {key[1] for key in graphs.replayed} == {"run", "draw"}

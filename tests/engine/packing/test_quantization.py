@@ -18,7 +18,7 @@ from strata.hardware.roofline import Cost, Workload
 from strata.hardware.specs import device
 from strata.kernels.choose import MEASURED, thresholds_of
 from strata.kernels.op import Operation
-from strata.kernels.quant.packed import dense, pack, round_activations
+from strata.kernels.quant.quantized import dense, pack, round_activations
 from strata.kernels.quant.schemes import SCHEMES
 from strata.models.family.qwen3_moe import Qwen3MoE
 from strata.models.folder import BUILTIN_FOLDER
@@ -169,7 +169,7 @@ def model_of(scheme: str | None, gpu: str = "h200", deterministic: bool = False,
     return found.of_sizes(attends=False)
 
 
-PRODUCTS = {"fp8": "(cuBLAS)", "int8": "rounded_product_kernel", "fp8_block": "rounded_product_kernel"}
+PRODUCTS = {"fp8": "(cuBLAS)", "int8": "w8a8_kernel", "fp8_block": "w8a8_kernel"}
 
 
 @pytest.fixture(scope="module", params=PRODUCTS)
@@ -189,12 +189,12 @@ def decodes(sequences: int) -> Workload:
 
 def test_prompts_round_where_rows_are_made(model: MetaModel, scheme: str) -> None:
     step = model.step(Workload((4096,), (4096,)))
-    assert step.graph == "rounded_logits"
+    assert step.graph == "quantized_logits"
     product = PRODUCTS[scheme]
     first = step.kernels.index("rms_norm_kernel")
     assert step.kernels[first : first + 12] == [
         "rms_norm_kernel", product, "qk_rope_kv_write_kernel", "attention_kernel", "round_rows_kernel", product,
-        "rms_norm_kernel", product, "rounded_silu_mul_kernel", product, "rms_norm_kernel", product,
+        "rms_norm_kernel", product, "quantized_silu_mul_kernel", product, "rms_norm_kernel", product,
     ]  # fmt: skip
     # Behind the last attention one row is left, and few rows are not rounded.
     assert step.kernels.count("round_rows_kernel") == LAYERS - 1
@@ -204,12 +204,12 @@ def test_the_number_of_rows_decides(model: MetaModel) -> None:
     graphs = model.program
     most = thresholds_of(MEASURED).quantized_rows
     assert replayed(graphs, most) is graphs.logits
-    assert replayed(graphs, most + 1) is graph_of(graphs, "rounded_logits")
+    assert replayed(graphs, most + 1) is graph_of(graphs, "quantized_logits")
     assert decode(graphs, most) is graph_of(graphs, "decode_small_batch")
     assert decode(graphs, most + 1) is graph_of(graphs, "decode_large_batch")
     many = model.step(decodes(most + 1)).kernels
     assert many.count("rms_norm_kernel") == 2 * LAYERS + 1
-    assert many.count("rounded_silu_mul_kernel") == many.count("round_rows_kernel") == LAYERS
+    assert many.count("quantized_silu_mul_kernel") == many.count("round_rows_kernel") == LAYERS
     assert not any("round" in kernel for kernel in model.step(decodes(most)).kernels)
     assert not any("round" in name for name in operation_counts(graphs.logits))
 
@@ -227,7 +227,7 @@ def test_the_number_of_rows_decides(model: MetaModel) -> None:
 )
 def test_what_rounds_no_rows_has_no_such_graph(scheme: str | None, gpu: str, changes: dict[str, object]) -> None:
     graphs = model_of(scheme, gpu, **changes).program
-    assert graphs.variant("rounded_logits") is None
+    assert graphs.variant("quantized_logits") is None
     assert replayed(graphs, 4096) is graphs.logits
     if graphs.variant("decode_large_batch") is not None:
         assert not any("round" in name for name in operation_counts(graph_of(graphs, "decode_large_batch")))

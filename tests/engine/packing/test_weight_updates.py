@@ -16,12 +16,12 @@ from strata import LLM, SamplingParams
 from strata.comm.operations import Along
 from strata.engine.ranks import ranked_runner
 from strata.engine.startup.packing import Packing
-from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
 from strata.graph.merge import merge
 from strata.graph.quantize import quantize
 from strata.graph.ranks.shard import shard as shard_graph
-from strata.kernels.quant.packed import Scheme, dense, pack
+from strata.graph.trace import trace, trace_head
+from strata.kernels.quant.quantized import Scheme, dense, pack
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.experts import Experts
 from strata.models.families import build
@@ -37,7 +37,7 @@ from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 from tests.models.test_save import CountedReader
 from tests.parallel.models import BIASED_CONFIGS, CONFIGS, WHOLE_CONFIGS, config_of, random_model
 
-from .test_packed_checkpoints import LLAMA, written
+from .test_quantized_checkpoints import LLAMA, written
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -95,7 +95,7 @@ def operands(store: WeightStore) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in store.model.named_parameters():
         if not parameter.is_meta:
             yield name, parameter.detach()
-    for name, weight in store.packed.items():
+    for name, weight in store.quantized.items():
         yield from ((f"{name} {field}", one) for field, one in weight.tensors.items())
 
 
@@ -159,8 +159,8 @@ def rank_graph(store: WeightStore, shard: RankShard) -> fx.GraphModule:
     """Batch to this rank's logits of all tokens, its weights merged."""
     along = Along(TENSOR_AXIS, shard.size)
     parts = [
-        quantize(shard_graph(one, shard.placements, along, shard.index, shard.slots), store.packed)
-        for one in (capture(store.model), capture_head(store.model))
+        quantize(shard_graph(one, shard.placements, along, shard.index, shard.slots), store.quantized)
+        for one in (trace(store.model), trace_head(store.model))
     ]
     return merge(compose(*parts))
 
@@ -276,7 +276,7 @@ def test_experts_that_were_moved_are_found_in_their_slots(name: str, tmp_path: P
     held = (5, 2, 2, 7, 0, 5)
     for module in running.model.modules():
         if isinstance(module, Experts):
-            module.held = held
+            module.local = held
     for one, value in tensors.items():
         running.update(one, value)
     for path, module in running.model.named_modules():
@@ -338,17 +338,17 @@ def test_what_a_checkpoint_packed_is_packed_again_in_its_form(layout: str, tmp_p
         empty = build(config_from_dict(LLAMA))
     schemes = Packing.of(None, empty, folder=tmp_path).schemes
     store = WeightStore.load(tmp_path, schemes, dtype="float32")
-    graph = merge(quantize(capture(store.model), store.packed))
+    graph = merge(quantize(trace(store.model), store.quantized))
     batch = packed(random_sequences(store.config.vocab_size, (9, 4)))
     old = graph(batch)
-    before = {name: replace_tensors(weight) for name, weight in store.packed.items()}
+    before = {name: replace_tensors(weight) for name, weight in store.quantized.items()}
     generator = torch.Generator().manual_seed(0)
     assert before
     for name, was in before.items():
         value = torch.randn(was.shape, generator=generator)
         value[:32] = 0.0
         store.update(name, value)
-        now = store.packed[name]
+        now = store.quantized[name]
         assert now._replace(values=None, scales=None, zeros=None, row_scales=None, order=None) == was._replace(
             values=None, scales=None, zeros=None, row_scales=None, order=None
         )
@@ -363,7 +363,7 @@ def test_what_a_checkpoint_packed_is_packed_again_in_its_form(layout: str, tmp_p
         step = (nearest - value).abs().max()
         assert (dense(now) - value).abs().max() <= 2.1 * step
         assert (dense(now) - value).square().mean() <= 2.5 * (nearest - value).square().mean()
-    wanted = quantize(capture(store.model), store.packed)(batch)
+    wanted = quantize(trace(store.model), store.quantized)(batch)
     assert (graph(batch) - wanted).abs().max() < 1e-4 * (old - wanted).abs().max()
 
 
@@ -388,7 +388,7 @@ def test_weights_are_held_once_also_when_they_are_merged_and_updated(tmp_path: P
     tensors = saved(tmp_path, config_of("qwen3-moe", **PACKED), 0)
     with LiveBytes(tensors.values()) as live:
         store = WeightStore.load(tmp_path, {})
-        merge(capture(store.model))
+        merge(trace(store.model))
         loaded = live.now
         for name, value in tensors.items():
             store.update(name, value)

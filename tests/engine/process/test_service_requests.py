@@ -242,7 +242,7 @@ class Ended:
         reading, self.writing = os.pipe()
         self.descriptors = (reading,)
 
-    def is_asked(self, readable: int) -> bool:
+    def is_end_requested(self, readable: int) -> bool:
         return True
 
 

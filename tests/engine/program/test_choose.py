@@ -17,15 +17,15 @@ from strata.engine.program.shape import StepShape
 from strata.engine.program.sizes import (
     LIBRARY_KEYS,
     LIBRARY_TOKENS,
+    captured_sizes,
     decode_buckets,
     max_mixed_tokens,
     mixed_buckets,
-    recorded_sizes,
     smallest_mixed,
 )
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
-from strata.kernels.attention.virtual_sequences import fresh_rows
+from strata.kernels.attention.query_chunks import pure_prefill_rows
 from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
 from strata.plan.meta_model import find_config, meta_model
 
@@ -57,7 +57,7 @@ def made(name: str) -> MetaModel:
     shard = context = None
     if ranks > 1:
         apart = name == "experts over ranks"
-        own: dict[str, Any] = {"expert_parallel": apart, "own_tokens": apart}
+        own: dict[str, Any] = {"expert_parallel": apart, "attention_dp": apart}
         shard = RankShard.of(config, ranks, 0, imagined(TENSOR_AXIS, ranks), **own)
     if name == "stages":
         shard = RankShard.of(config, 1, 0, stages=4, stage=3)
@@ -122,9 +122,9 @@ def smallest(sizes: tuple[BufferShape, ...], step: Workload) -> BufferShape | No
         and size.sequences > count
         and size.draws >= count
         and (size.prompts is None or size.prompts >= prompts)
-        and (not size.fresh or (is_fresh and size.tokens >= fresh_rows(step.new)))
+        and (not size.pure_prefill or (is_fresh and size.tokens >= pure_prefill_rows(step.new)))
     ]
-    holding.sort(key=lambda size: (size.tokens, size.sequences, size.prompts is None, not size.fresh))
+    holding.sort(key=lambda size: (size.tokens, size.sequences, size.prompts is None, not size.pure_prefill))
     behind = max(total - new for new, total in zip(step.new, step.total, strict=True) if new > 1)
     if holding and holding[0].tokens < LIBRARY_TOKENS and behind >= LIBRARY_KEYS:
         by_library = [size for size in holding[1:] if size.prompts is not None and size.tokens <= LIBRARY_TOKENS]
@@ -145,7 +145,7 @@ def test_a_step_takes_the_smallest_graph_that_holds_it(name: str) -> None:
                 assert found.variant.name == "divided"
                 assert found.size is None or (found.size.ranks == 2 and found.size.tokens >= found.shape.share.rows)
                 continue
-            assert found.size == smallest(model.sizes.recorded, step)
+            assert found.size == smallest(model.sizes.captured, step)
             shape = StepShape.of(plan_of(step))._replace(size=found.size)
             first = next(one for one in model.program.variants if one.when(shape))
             assert found.variant is first
@@ -240,23 +240,23 @@ def test_short_steps_behind_many_keys_are_padded_to_the_shortest_for_the_library
 
 def test_fresh_steps_have_few_sizes_beside_those_of_others() -> None:
     others, sizes = (mixed_buckets(256, 8192, True, fresh) for fresh in (False, True))
-    assert [size for size in sizes if not size.fresh] == others
-    own = [size for size in sizes if size.fresh]
+    assert [size for size in sizes if not size.pure_prefill] == others
+    own = [size for size in sizes if size.pure_prefill]
     assert len(own) == 9
     assert {(size.sequences, size.draws, size.prompts) for size in own} == {(17, 16, 16)}
     assert sizes == sorted(sizes, key=lambda size: (size.tokens, size.sequences, size.prompts is None))
     for new in ((8192,), (2048,) * 4, (512,) * 16, (1, 3900), (300, 5000), (2000,)):
         shape = StepShape(sum(new), len(new), len(new), len(new))
         wanted = smallest_mixed(others, shape)
-        found = smallest_mixed(sizes, shape._replace(fresh=fresh_rows(new)))
+        found = smallest_mixed(sizes, shape._replace(fresh=pure_prefill_rows(new)))
         assert found is not None
         assert wanted is not None
-        assert found.fresh
+        assert found.pure_prefill
         assert found.tokens == wanted.tokens
         assert smallest_mixed(sizes, shape) == wanted
-    assert not smallest_mixed(sizes, StepShape(8192, 2, 2, 2, fresh=fresh_rows((8191, 1)))).fresh
-    assert not smallest_mixed(sizes, StepShape(4000, 17, 17, 17, fresh=fresh_rows((234,) * 17))).fresh
-    assert not any(size.fresh for size in recorded_sizes(256, 8192, 10**9, library=False, fresh=False))
+    assert not smallest_mixed(sizes, StepShape(8192, 2, 2, 2, fresh=pure_prefill_rows((8191, 1)))).pure_prefill
+    assert not smallest_mixed(sizes, StepShape(4000, 17, 17, 17, fresh=pure_prefill_rows((234,) * 17))).pure_prefill
+    assert not any(size.pure_prefill for size in captured_sizes(256, 8192, 10**9, library=False, fresh=False))
 
 
 def test_steps_are_recorded_while_they_are_short_for_their_model_or_the_library_attends() -> None:
@@ -264,7 +264,7 @@ def test_steps_are_recorded_while_they_are_short_for_their_model_or_the_library_
     assert [max_mixed_tokens(parameters, False) for parameters in models] == [3_499_520, 5632, 2048]
     assert [max_mixed_tokens(parameters, True) for parameters in models] == [3_499_520, 8192, 8192]
     for library, longest in ((False, 2048), (True, 8192)):
-        sizes = recorded_sizes(256, 8192, 8 * 10**9, library)
+        sizes = captured_sizes(256, 8192, 8 * 10**9, library)
         assert max(size.tokens for size in sizes) == longest
         assert library == any(size.prompts is not None for size in sizes)
 
@@ -295,7 +295,7 @@ def test_no_size_is_larger_than_a_step_may_be(most: int, library: bool) -> None:
 def test_steps_of_fewer_tokens_than_sequences_fit_into_their_buffers(
     sequences: int, tokens: int, library: bool
 ) -> None:
-    sizes = recorded_sizes(sequences, tokens, 10**9, library)
+    sizes = captured_sizes(sequences, tokens, 10**9, library)
     largest = BufferShape(tokens, sequences + 1, sequences).size
     assert max(size.size for size in sizes) <= largest
     assert max(size.tokens for size in sizes) == (tokens if library or tokens < 8192 else 3072)

@@ -140,7 +140,7 @@ def test_recorded_steps_with_prompts_attend_in_two_launches(new: tuple[int, ...]
     assert step.graph == "logits"
     assert step.kernels[:2] == ["newest_tokens_kernel", "gather_tables_kernel"]
     found = [list(node.kernels) for node in step.model if node.operation == "attention"]
-    # Recorded with more sequences than a kernel behind joins the splits of.
+    # Captured with more sequences than a kernel behind joins the splits of.
     assert found == [["decode_attention_kernel", "attention_kernel"]] * LAYERS
     assert step.kernels[-4:] == SAMPLING
 
@@ -161,7 +161,7 @@ def test_recorded_steps_of_few_long_prompts_attend_by_the_library(
 ) -> None:
     step = model_with_library.step(Workload(new, tuple(900 if count == 1 else count for count in new)))
     inputs = ["newest_tokens_kernel", "gather_tables_kernel"]
-    divided = ["virtual_sequences_kernel"] * (attention == "(cuDNN)")
+    divided = ["query_chunks_kernel"] * (attention == "(cuDNN)")
     assert [kernel for node in step.inputs for kernel in node.kernels] == inputs + divided
     found = [node.kernels for node in step.model if node.operation == "attention"]
     assert [(kernels[0], kernels[-1]) for kernels in found] == [("decode_attention_kernel", attention)] * LAYERS
@@ -183,7 +183,7 @@ def test_fresh_prompts_attend_over_their_own_keys(
 ) -> None:
     """Nothing is launched for decodes, nor for what pages hold behind prompts."""
     step = model_with_library.step(Workload(new, tuple(count + cached for count in new)))
-    inputs = ["newest_tokens_kernel", "gather_tables_kernel", "virtual_sequences_kernel"]
+    inputs = ["newest_tokens_kernel", "gather_tables_kernel", "query_chunks_kernel"]
     assert [kernel for node in step.inputs for kernel in node.kernels] == inputs
     found = [list(node.kernels) for node in step.model if node.operation == "attention"]
     others = ["decode_attention_kernel", "gather_prompt_keys_kernel"]
@@ -216,7 +216,7 @@ def test_steps_launched_eagerly_attend_as_recorded_ones(
     assert found == [attention] * LAYERS
     inputs = ["newest_tokens_kernel"] * (1 in new) + ["(ATen)"]
     if "(cuDNN)" in attention:
-        inputs = ["newest_tokens_kernel", "gather_tables_kernel", "virtual_sequences_kernel"]
+        inputs = ["newest_tokens_kernel", "gather_tables_kernel", "query_chunks_kernel"]
     assert [kernel for node in step.inputs for kernel in node.kernels] == inputs
 
 
@@ -280,17 +280,17 @@ def test_deterministic_steps_run_invariant_kernels_alone() -> None:
     step = meta_model(find_config("1B"), device("h200"), deterministic=True).step(decodes(8))
     chosen = {node.operation: node.implementation for node in step.model}
     assert (chosen["linear"], chosen["attention"]) == ("cublaslt", "triton fixed")
-    assert "fixed_decode_kernel" in step.kernels
+    assert "batch_invariant_decode_kernel" in step.kernels
 
 
 @pytest.mark.parametrize("workload", [decodes(200), Workload((1, 1, 300), (900, 7, 300)), Workload((2048,), (2048,))])
 def test_a_step_costs_what_its_nodes_cost(workload: Workload, model: MetaModel) -> None:
-    assert total(model.step(workload).model).least == model.step_costs.step(workload, len(workload.new))
+    assert total(model.step(workload).model).in_step == model.step_costs.step(workload, len(workload.new))
 
 
 def test_a_step_of_fused_products_costs_as_much_but_for_the_scales_of_norms(model: MetaModel) -> None:
     workload = decodes(32)
-    fused, plain = total(model.step(workload).model).least, model.step_costs.step(workload, 32)
+    fused, plain = total(model.step(workload).model).in_step, model.step_costs.step(workload, 32)
     assert (fused.weights, fused.cached, fused.bytes) == (plain.weights, plain.cached, plain.bytes)
     assert fused.flops == pytest.approx(plain.flops, rel=1e-3)
 

@@ -81,7 +81,7 @@ def test_ranks_with_different_experts_answer_as_one_also_while_they_move(folder:
     whole, _ = load(folder)
     for path, module in llm.engine.model.named_modules():
         for own, parameter in module.named_parameters() if isinstance(module, Experts) else ():
-            assert torch.equal(parameter, whole.get_parameter(f"{path}.{own}")[list(module.held)]), path
+            assert torch.equal(parameter, whole.get_parameter(f"{path}.{own}")[list(module.local)]), path
     assert ranks.experts.tables.totals.sum() % 3 == 0
     computed = sum(len(prompt) + 31 for prompt in PROMPTS) - llm.engine.loop.scheduler.statistics.prefix_hits
     counted = ranks.experts.tables.totals[0].sum().item() // 3
@@ -261,7 +261,8 @@ def test_answers_by_messages_in_8_bits_stay_nearly_the_same(ran: list[tuple[str,
     )
     # Of the one rank's large steps none; of the two ranks' all, and no others.
     found_in = {
-        (tokens >= thresholds_of(MEASURED).quantized_message_tokens, name == "narrow_logits") for name, tokens, _ in ran
+        (tokens >= thresholds_of(MEASURED).quantized_message_tokens, name == "quantized_message_logits")
+        for name, tokens, _ in ran
     }
     assert {(True, False), (True, True)} <= found_in
     assert (False, True) not in found_in

@@ -154,7 +154,7 @@ def test_a_rank_that_fails_while_it_starts_is_named(tmp_path: Path) -> None:
     ranks = Followers(EngineConfig(str(tmp_path / "nothing"), tensor_parallel_size=2, device="cpu"), lambda line: None)
     try:
         with pytest.raises(EngineFault, match=r"rank 1 of 2 \(process \d+\) has failed: .*nothing"):
-            ranks.least(0)
+            ranks.min_over_ranks(0)
     finally:
         ranks.stop()
 
@@ -167,7 +167,7 @@ def test_an_error_of_what_watches_the_ranks_ends_them(monkeypatch: pytest.Monkey
     ranks = Followers(EngineConfig(str(tmp_path / "nothing"), tensor_parallel_size=2, device="cpu"), lambda line: None)
     try:
         with pytest.raises(EngineFault, match="can no longer watch the others: ValueError"):
-            ranks.least(0)
+            ranks.min_over_ranks(0)
         assert not any(is_alive(pid) for pid in ranks.processes.values())
     finally:
         ranks.stop()

@@ -150,7 +150,7 @@ CUDA = torch.device("cuda")
 
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_ranks_with_an_expert_more_record_the_same_sizes_of_steps(tensor: int) -> None:
-    """What one rank sends in a recorded step has the length that the others take."""
+    """What one rank sends in a captured step has the length that the others take."""
     whole = config_from_dict(SHAPES["30B-A3B"], "30B-A3B")
     assert whole.experts is not None
     config = replace(whole, experts=replace(whole.experts, count=5))
@@ -158,7 +158,7 @@ def test_ranks_with_an_expert_more_record_the_same_sizes_of_steps(tensor: int) -
     shards = [share_of(asked, config, rank) for rank in range(tensor)]
     sizes = [EngineSizes.of(asked, one.config, CUDA, LIMITS, one) for one in shards]
     assert len({one.weight_bytes for one in sizes}) == 2
-    assert all([*one.recorded] == [*sizes[0].recorded] != [] for one in sizes)
+    assert all([*one.captured] == [*sizes[0].captured] != [] for one in sizes)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -168,7 +168,7 @@ def test_all_stages_record_the_same_sizes_of_steps(tensor: int) -> None:
     asked = EngineConfig("8B", pipeline_parallel_size=2, tensor_parallel_size=tensor)
     shards = [share_of(asked, config, rank) for rank in (0, tensor)]
     first, last = (EngineSizes.of(asked, one.config, CUDA, LIMITS, one) for one in shards)
-    assert [*first.recorded] == [*last.recorded] != []
+    assert [*first.captured] == [*last.captured] != []
     assert first.max_tokens == last.max_tokens == 4096
     assert first.weight_bytes != last.weight_bytes
     whole = EngineSizes.of(EngineConfig("8B"), config, CUDA, LIMITS)

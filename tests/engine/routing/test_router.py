@@ -12,13 +12,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from strata.engine.routing.router import (
     BLOCK_TOKENS,
-    MOST_REPLICAS,
+    MAX_REPLICAS,
     SAMPLE_TOKENS,
-    HeldPrefixes,
+    CachedPrefixes,
     NoReplica,
+    ReplicaState,
     Route,
     Router,
-    Standing,
     prefix_keys,
 )
 
@@ -69,7 +69,7 @@ def test_salts_share_no_prefix() -> None:
 def test_a_prompt_that_is_not_cached_leaves_no_prefix() -> None:
     router = Router([_ROOM])
     router.route(_prompt(1, 4), caches=False, samples=0)
-    assert router.held_blocks(0) == 0
+    assert router.cached_blocks(0) == 0
     assert router.load(0) == 4 * BLOCK_TOKENS + 8
 
 
@@ -93,7 +93,7 @@ def test_a_lost_replica_is_returned_its_routes_and_recovers_empty() -> None:
     router = Router([_ROOM, _ROOM])
     route = router.route(_prompt(1, 8))
     assert router.lose(route.replica) == [route]
-    assert (router.load(route.replica), router.held_blocks(route.replica)) == (0, 0)
+    assert (router.load(route.replica), router.cached_blocks(route.replica)) == (0, 0)
     router.ended(route)  # whose reader learns of it later
     assert router.load(route.replica) == 0
     again = router.reroute(route, _prompt(1, 8))
@@ -104,9 +104,9 @@ def test_a_lost_replica_is_returned_its_routes_and_recovers_empty() -> None:
 
 
 def test_a_request_that_may_end_engines_gets_no_third_one() -> None:
-    router = Router([_ROOM] * (MOST_REPLICAS + 1))
+    router = Router([_ROOM] * (MAX_REPLICAS + 1))
     route = router.route([1])
-    for _ in range(MOST_REPLICAS - 1):
+    for _ in range(MAX_REPLICAS - 1):
         router.lose(route.replica)
         route = router.reroute(route, [1])
     router.lose(route.replica)
@@ -121,7 +121,7 @@ def test_no_replica_that_serves_is_a_clear_error() -> None:
     with pytest.raises(NoReplica, match="0 is draining, 1 is lost"):
         router.route([1])
     router.drain(1)
-    assert router.standing(1) is Standing.LOST
+    assert router.standing(1) is ReplicaState.LOST
 
 
 _REQUESTS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12), st.integers(1, 3)), max_size=60)
@@ -167,13 +167,13 @@ class RouterMachine(RuleBasedStateMachine):
         super().__init__()
         self.room = 20 * BLOCK_TOKENS
         self.router = Router([self.room] * 3)
-        self.standings = [Standing.SERVING] * 3
+        self.standings = [ReplicaState.SERVING] * 3
         self.routes: list[Route] = []
         self.begun: set[Route] = set()
 
     @rule(document=st.integers(0, 2), blocks=st.integers(0, 30), samples=st.integers(0, 3), caches=st.booleans())
     def route(self, document: int, blocks: int, samples: int, caches: bool) -> None:
-        serving = [number for number, one in enumerate(self.standings) if one is Standing.SERVING]
+        serving = [number for number, one in enumerate(self.standings) if one is ReplicaState.SERVING]
         loads = [self.router.load(number) for number in range(3)]
         prompt = _prompt(document, blocks)
         if not serving:
@@ -206,20 +206,20 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(replica=st.integers(0, 2))
     def drain(self, replica: int) -> None:
         self.router.drain(replica)
-        if self.standings[replica] is Standing.SERVING:
-            self.standings[replica] = Standing.DRAINING
+        if self.standings[replica] is ReplicaState.SERVING:
+            self.standings[replica] = ReplicaState.DRAINING
 
     @rule(replica=st.integers(0, 2))
     def lose(self, replica: int) -> None:
         lost = self.router.lose(replica)
         assert set(lost) == {route for route in self.routes if route.replica == replica}
         self.routes = [route for route in self.routes if route.replica != replica]
-        self.standings[replica] = Standing.LOST
+        self.standings[replica] = ReplicaState.LOST
 
     @rule(replica=st.integers(0, 2))
     def recover(self, replica: int) -> None:
         self.router.recover(replica)
-        self.standings[replica] = Standing.SERVING
+        self.standings[replica] = ReplicaState.SERVING
 
     @invariant()
     def books_agree(self) -> None:
@@ -229,7 +229,7 @@ class RouterMachine(RuleBasedStateMachine):
             assert self.router.standing(replica) is self.standings[replica]
             assert self.router.under_way(replica) == len(here)
             assert self.router.load(replica) == prompts + SAMPLE_TOKENS * sum(route.samples for route in here)
-            assert self.router.held_blocks(replica) <= self.room // BLOCK_TOKENS
+            assert self.router.cached_blocks(replica) <= self.room // BLOCK_TOKENS
 
 
 RouterMachine.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
@@ -270,7 +270,7 @@ def test_the_last_token_is_always_left_over() -> None:
 @settings(deadline=None)
 @given(st.integers(0, 12), st.lists(_BLOCKS, max_size=30))
 def test_memory_is_bounded_and_what_is_held_has_all_that_comes_before_it(most: int, prompts: list[list[int]]) -> None:
-    held = HeldPrefixes(most)
+    held = CachedPrefixes(most)
     for blocks in prompts:
         keys = prefix_keys(_of_blocks(blocks))
         held.note(keys)
@@ -284,7 +284,7 @@ def test_memory_is_bounded_and_what_is_held_has_all_that_comes_before_it(most: i
 
 
 def test_the_end_of_the_least_recent_prompt_is_forgotten_first() -> None:
-    held = HeldPrefixes(4)
+    held = CachedPrefixes(4)
     old, new = prefix_keys(_of_blocks([1, 1, 1])), prefix_keys(_of_blocks([2, 2]))
     held.note(old)
     held.note(new)

@@ -16,9 +16,9 @@ from strata.engine.plan import Chunk, StepPlan
 from strata.engine.request import Request
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.late_launch import LEAST, MARGIN, LateLaunch
-from strata.engine.scheduling.room import StepTarget
+from strata.engine.scheduling.prompt_budget import StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
-from tests.engine.scheduling.test_room import of
+from tests.engine.scheduling.test_prompt_budget import of
 from tests.engine.scheduling.test_under_load import request, waits
 from tests.engine.simulated import SimulatedRunner, Simulation, Unchecked, drive
 
@@ -174,11 +174,11 @@ class TestLateLaunch:
         self.late = LateLaunch(lambda: self.now)
         self.launch(alone=True)
 
-    def launch(self, size: str | None = "recorded", took: float = 1 * MS, alone: bool = False, keys: int = 100) -> None:
+    def launch(self, size: str | None = "captured", took: float = 1 * MS, alone: bool = False, keys: int = 100) -> None:
         began, self.now = self.now, self.now + took
         self.late.launched(decodes(*[keys] * 3), size, began, alone)
 
-    def follow(self, count: int, size: str | None = "recorded", took: float = 10 * MS) -> None:
+    def follow(self, count: int, size: str | None = "captured", took: float = 10 * MS) -> None:
         """So many steps end, each with the next one launched at once."""
         for _ in range(count):
             end = self.now + took

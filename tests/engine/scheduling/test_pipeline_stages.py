@@ -45,7 +45,7 @@ def run(of: Scheduler, stages: int) -> list[StepPlan]:
             assert drawn.isdisjoint(chunk.sequence for chunk in plan.chunks), "its id is under way"
             under_way.append(plan)
             plans.append(plan)
-            told += sum(len(held.preempted) for held in of.take_held())
+            told += sum(len(held.preempted) for held in of.take_waiting())
         else:
             assert under_way, "nothing is under way, and nothing can be"
             oldest = under_way.popleft()
@@ -235,7 +235,7 @@ def test_what_a_loop_asks_of_one_scheduler() -> None:
         scheduler.add(asking("one", [5]))
     with pytest.raises(ValueError, match="max_model_len is 40"):
         scheduler.add(asking("long", [5] * 50))
-    assert scheduler.has_room
+    assert scheduler.has_space
     assert scheduler.waiting_tokens == 3 + 2
     engine.step()
     assert scheduler.waiting_tokens == 0

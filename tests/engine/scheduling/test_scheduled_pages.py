@@ -10,7 +10,7 @@ from strata.cache.prefix import PrefixTree
 from strata.engine.plan import NOTHING, StepPlan, TransferEnd
 from strata.engine.request import Request, Sequence
 from strata.engine.sampling_params import SamplingParams
-from strata.engine.scheduling.config import Held, SchedulerConfig
+from strata.engine.scheduling.config import SchedulerConfig, Waiting
 from strata.engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.plans import NamingScheduler, finish, request, scheduler, shares, step
 from tests.engine.scheduling.shelf import Shelf
@@ -252,7 +252,7 @@ def test_it_begins_behind_what_has_come() -> None:
     plan = planned(of)
     assert [source for source, _ in plan.copies] == [PAGES, PAGES + 1, PAGES + 2]
     assert (plan.chunks, plan.tokens) == ((), 0), "nothing can run, so the step waits for them"
-    assert of.take_held() == (Held("prefix"),)
+    assert of.take_waiting() == (Waiting("prefix"),)
     assert of.schedule() is None, "one that waits is enough"
     of.complete(plan, [], arrived(of, plan))
     assert shares(of, planned(of)) == [("a", 12, 1)]
@@ -320,7 +320,7 @@ def test_nothing_comes_for_who_computes_all_or_has_other_tags_or_finds_no_room()
     of.add(request("a", 80, arrival=1.0))
     plan = planned(of)
     assert not plan.copies, "its pages are taken only once there are enough for all of it"
-    assert of.take_held() == (Held("pages"),)
+    assert of.take_waiting() == (Waiting("pages"),)
 
 
 def test_pages_that_only_the_tree_keeps_make_room() -> None:

@@ -18,13 +18,13 @@ from strata.cache.prefix import PrefixTree
 from strata.cache.snapshots import Snapshots
 from strata.cache.window_pages import WindowPages
 from strata.cost.step_times import StepTimes
-from strata.engine.given.segments import Content, positions
+from strata.engine.args.segments import Content, positions
 from strata.engine.plan import NOTHING, StepPlan, Tags
 from strata.engine.request import Request, Sequence
 from strata.engine.sampling_params import SamplingParams
-from strata.engine.scheduling import room
+from strata.engine.scheduling import prompt_budget
 from strata.engine.scheduling.config import SchedulerConfig
-from strata.engine.scheduling.room import StepTarget
+from strata.engine.scheduling.prompt_budget import StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.shelf import Carrier, Shelf, StateDevice, WindowDevice
 from tests.engine.simulated import EOS, POISON, STOP_ID, STOP_TEXT, VOCABULARY, uncrowded
@@ -45,7 +45,7 @@ DRAFTING = st.tuples(st.sampled_from([1, 1, 2, 3, 5]), st.sampled_from([0.0, 0.5
 def small_chunks() -> Iterator[None]:
     """Prompts here have a few tokens, and steps have to be able to divide them."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(room, "LEAST_TOKENS", 3)
+        patched.setattr(prompt_budget, "MIN_TOKENS", 3)
         yield
 
 
@@ -85,7 +85,7 @@ class Engine:
     def fits(self, tokens: int) -> bool:
         """Whether a sequence that keeps so many tokens could run alone."""
         pages = self.allocator.pages_for(tokens)
-        windows = all(min(pages, window.most + 1) <= window.books.num_pages for window in self.windows)
+        windows = all(min(pages, window.max_pages + 1) <= window.books.num_pages for window in self.windows)
         return pages <= self.allocator.num_pages and windows
 
     def step(self) -> None:

@@ -19,9 +19,9 @@ from strata.engine.program.sizes import mixed_buckets, smallest_mixed
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
-from strata.engine.scheduling.room import SERVER_TTFT_MS, StepTarget
+from strata.engine.scheduling.prompt_budget import SERVER_TTFT_MS, StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
-from tests.engine.scheduling.test_room import of
+from tests.engine.scheduling.test_prompt_budget import of
 from tests.engine.simulated import SimulatedRunner, Simulation, Unchecked, drive
 
 MS = 1e-3
@@ -31,13 +31,13 @@ MS = 1e-3
 class Measured:
     """What the kernels of steps took, in ms by their tokens, without reading keys (seconds each) and without attention
     of prompts (seconds for a pair); beyond the last step in proportion. launch: the host's seconds for a step of more
-    than `recorded` tokens."""
+    than `captured` tokens."""
 
     steps: tuple[tuple[int, float], ...]
     key: float
     pair: float
     launch: float
-    recorded: int
+    captured: int
 
     def seconds(self, plan: StepPlan) -> float:
         place = bisect_right(self.steps, (plan.tokens, 0.0), hi=len(self.steps) - 1)
@@ -47,7 +47,7 @@ class Measured:
             took += self.key * (chunk.start + chunk.count)
             if chunk.count > 1:
                 took += self.pair * chunk.count * (chunk.start + chunk.count / 2)
-        return took if plan.tokens <= self.recorded else max(took, self.launch)
+        return took if plan.tokens <= self.captured else max(took, self.launch)
 
 
 H200 = {
@@ -135,8 +135,8 @@ def test_prompts_that_are_cached_make_no_step_longer() -> None:
 @pytest.mark.parametrize("library", [False, True])
 @pytest.mark.parametrize("name", H200)
 def test_chunks_of_long_prompts_leave_little_padding(name: str, library: bool) -> None:
-    """library: cuDNN attends in recorded steps, and there is no step that is not recorded."""
-    sizes = mixed_buckets(256, 8192 if library else H200[name].recorded, library)
+    """library: cuDNN attends in captured steps, and there is no step that is not captured."""
+    sizes = mixed_buckets(256, 8192 if library else H200[name].captured, library)
     source = random.Random(1)
     arrivals = accumulate(source.expovariate({"0.6B": 12, "8B": 3}[name]) for _ in range(40))
     requests = [
@@ -145,7 +145,7 @@ def test_chunks_of_long_prompts_leave_little_padding(name: str, library: bool) -
     ]
 
     def padding(known: tuple[int, ...]) -> float:
-        """The share of padding in recorded steps with prompts."""
+        """The share of padding in captured steps with prompts."""
         computed, run = [], []
 
         def seconds(plan: StepPlan) -> float:

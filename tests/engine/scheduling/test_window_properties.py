@@ -34,7 +34,7 @@ def small_sizes() -> Iterator[None]:
 
 def pages_of(window: int, more: int, size: int) -> WindowPages:
     """A few pages more than one sequence needs."""
-    return WindowPages(window_pages.most_pages(window, size) + 1 + more // size, size, window)
+    return WindowPages(window_pages.page_limit(window, size) + 1 + more // size, size, window)
 
 
 class WindowLoad(Load):

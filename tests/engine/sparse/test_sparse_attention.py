@@ -11,9 +11,9 @@ import torch
 from strata import LLM, SamplingParams
 from strata.engine.engine_config import EngineConfig
 from strata.engine.startup.sparse_attention import attention_choice, choice_bytes
-from strata.graph.capture import capture
 from strata.graph.ranks.stages import stage
 from strata.graph.sparsify_attention import select_pages, sparsify_attention
+from strata.graph.trace import trace
 from strata.graph.walk import operation_counts
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.page_choice import PageChoice
@@ -194,7 +194,7 @@ CHOICE = BlockChoice(0.9, 100)
 def test_node_counts_of_every_family(config: dict[str, object]) -> None:
     read = config_from_dict(config)
     with torch.device("meta"):
-        graph = capture(build(read))
+        graph = trace(build(read))
     before = operation_counts(graph)
     assert sparsify_attention(graph, CHOICE) is graph
     counts, windows = operation_counts(graph), [w for w, own in zip(read.windows, read.attends, strict=True) if own]
@@ -214,6 +214,6 @@ def test_node_counts_of_every_family(config: dict[str, object]) -> None:
 def test_the_first_two_layers_are_those_of_the_model_not_of_its_stages(first: int, dense: int) -> None:
     with torch.device("meta"):
         model = build(config_from_dict(dict(FAMILY_CONFIGS)["llama-llama3"] | {"num_hidden_layers": 4}))
-    counts = operation_counts(select_pages(stage(capture(model), first, 4, model), PageChoice(8)))
+    counts = operation_counts(select_pages(stage(trace(model), first, 4, model), PageChoice(8)))
     assert counts["attention"] == dense
     assert counts["page_sparse_attention"] == 4 - first - dense

@@ -17,7 +17,7 @@ from strata.cli.main import options_of
 from strata.engine.engine_config import EngineConfig
 from strata.engine.faults import EngineFault, memory_explained
 from strata.engine.ledger import DeviceMemory, Ledger
-from strata.engine.startup.memory import RankPlace, listed_memory, rank_memory, rank_part
+from strata.engine.startup.memory import RankPlace, listed_memory, rank_memory, rank_setup
 from strata.engine.startup.option_names import as_flags
 from strata.engine.startup.sequences import with_sequences
 from strata.hardware.specs import device
@@ -206,7 +206,7 @@ def test_where_they_take_much_memory_they_still_leave_pages_for_each(
     config, place = weights.resolve(model, "dummy")[0], place_on(name)
     given = with_sequences(EngineConfig(model, load_format="dummy", **options), config, place)
     assert given.max_num_seqs is not None
-    ledger = rank_memory(given, config, place, rank_part(given, config, place))
+    ledger = rank_memory(given, config, place, rank_setup(given, config, place))
     assert given.max_num_seqs == 256 or ledger.tokens >= 448 * given.max_num_seqs
 
 
@@ -222,7 +222,7 @@ def test_long_sequences_whose_ids_take_much_memory_are_fewer() -> None:
     assert long is not None
     assert 256 <= long < 2048
     asked = EngineConfig("nowhere", max_model_len=5 << 19, max_num_seqs=long, load_format="dummy")
-    rank_memory(asked, config, place, rank_part(asked, config, place))
+    rank_memory(asked, config, place, rank_setup(asked, config, place))
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,11 @@ from strata.engine.plan import StepPlan
 from strata.engine.scheduling.config import SchedulerConfig, Statistics
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.startup.executor import has_library_plan, library_scales, without_library
-from strata.engine.startup.memory import RankPlace, rank_memory, rank_part
+from strata.engine.startup.memory import RankPlace, rank_memory, rank_setup
 from strata.engine.warm_up import warm_up
 from strata.hardware.specs import device
 from strata.kernels.attention import decode_cuda
-from strata.kernels.attention.batch_parts import BatchParts
+from strata.kernels.attention.batch_split import BatchSplit
 from strata.kernels.attention.cudnn_prompts import PlanShape
 from strata.kernels.attention.decode_tile import decode_tile
 from strata.kernels.device_limits import DeviceLimits
@@ -139,7 +139,7 @@ def test_of_pages_in_8_bits_and_in_16(kind: str, monkeypatch: pytest.MonkeyPatch
     config = config_from_dict(SHAPES["8B"])
     memory = DeviceMemory("a GPU", 141 << 30, 141 << 30)
     place = RankPlace(torch.device("cuda"), DeviceLimits.listed(device("h200")), 0, memory)
-    rank_memory(asked, config, place, rank_part(asked, config, place))
+    rank_memory(asked, config, place, rank_setup(asked, config, place))
     assert set(planned) >= {(1, False), (2, False), (4, False), (8, False), (16, False), (17, True)}
     for (sequences, some), nbytes in planned.items():
         tile = decode_tile(32, 8, 128, torch.bfloat16, sequences, 32768, rounded=kind == "fp8", some=some)
@@ -165,7 +165,7 @@ def test_what_some_options_take_is_set_aside(changed: dict[str, Any], more: int 
         asked = EngineConfig(
             "nowhere", **{"max_num_seqs": 16, "max_model_len": 16_384, "max_num_batched_tokens": 256, **options}
         )
-        return rank_memory(asked, config, place, rank_part(asked, config, place))
+        return rank_memory(asked, config, place, rank_setup(asked, config, place))
 
     def taken(ledger: Any) -> int:
         return ledger.activations + ledger.graphs + ledger.messages
@@ -180,14 +180,14 @@ def test_what_some_options_take_is_set_aside(changed: dict[str, Any], more: int 
 
 
 def test_decodes_beside_prompts_have_what_each_kernel_of_theirs_needs() -> None:
-    """A step that is recorded knows its decodes on the device alone, and has more splits: 30 of 17 sequences, where 17
+    """A step that is captured knows its decodes on the device alone, and has more splits: 30 of 17 sequences, where 17
     that all decode have 4."""
     q = torch.empty((64, 32, 128), dtype=torch.bfloat16, device="meta")
     index = torch.empty(17, dtype=torch.int32, device="meta")
     kept = (torch.empty((9, 16, 8, 128), dtype=torch.bfloat16, device="meta"),)
     tables = torch.empty((17, 2048), dtype=torch.int32, device="meta")
     for decodes, splits in ((None, 30), (17, 4)):
-        parts = BatchParts(index, index, index[:2], decodes)
+        parts = BatchSplit(index, index, index[:2], decodes)
         pages = PagedKV(kept, kept, tables, index, index, parts=parts)
         some = decodes is None
         needed = decode_cuda.scratch(q, 32, 128, 8, pages, 17)

@@ -19,17 +19,17 @@ from strata.cache.pages import PageAllocator, SharedKeys
 from strata.cache.prefix import PrefixTree
 from strata.cost.linear import linear_floor
 from strata.cost.step_costs import StepCosts
-from strata.cost.step_times import DivisionTimes, StepTimes
+from strata.cost.step_times import ShardingTimes, StepTimes
 from strata.engine.loop import EngineLoop, StepTiming
 from strata.engine.plan import Chunk, Draw, NewSequence, StepPlan
 from strata.engine.program.meta_model import MetaModel
 from strata.engine.request import Request, Sequence
 from strata.engine.sampling_params import SamplingParams
-from strata.engine.scheduling.config import Held, SchedulerConfig
+from strata.engine.scheduling.config import SchedulerConfig, Waiting
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.step_cost import step_times
 from strata.engine.watch.request_ledger import PARTS, Part, RequestLedger, ended_at
-from strata.engine.watch.request_times import KEPT, MOST_TOLD, Arrival, RequestTimes
+from strata.engine.watch.request_times import KEPT, MAX_TOLD, Arrival, RequestTimes
 from strata.engine.watch.step_shares import StepLook, StepShares
 from strata.engine.watch.step_window import Standings, StepWindow, Watch
 from strata.engine.watch.verdict import FINDINGS, Shares, standing
@@ -199,7 +199,7 @@ def test_one_that_came_while_a_step_ran_has_a_ledger_of_all_its_time() -> None:
         sequence = Sequence(number, request(name, 4, 9), 0, 64, list(range(4)), 4)
         times.queued(name, [name], [sequence], Arrival(*[queued] * 4))
     plan = StepPlan((), (), (Chunk(0, 0, 0, 4, (), 0, (0,)),), (), 4)
-    times.step(StepTiming(plan, (Held(),), planned=1.0, launched=1.0, ended=4.0), StepLook())
+    times.step(StepTiming(plan, (Waiting(),), planned=1.0, launched=1.0, ended=4.0), StepLook())
     assert times.ledgers("b", 5.0)[0].parts == {"step_under_way": 3.0}
     times.request_ended("b", 6.0)
     assert times.ledgers("b", 9.0)[0].seconds == 4.0
@@ -212,7 +212,7 @@ def test_a_draw_that_gave_no_id_is_no_first_token(drawn: list[int]) -> None:
     times.queued("a", ["a"], [sequence], Arrival(*[0.0] * 4))
     plan = StepPlan((), (NewSequence(0, 0, (), 4, 0),), (Chunk(0, 0, 0, 4, (Draw(0, 0),), 0, (0,)),), (), 4)
     sequence.tokens += drawn
-    times.step(StepTiming(plan, (Held(),), planned=1.0, launched=1.0, ended=4.0), StepLook())
+    times.step(StepTiming(plan, (Waiting(),), planned=1.0, launched=1.0, ended=4.0), StepLook())
     times.sample_ended(sequence)
     (ledger,) = times.ledgers("a", 5.0)
     assert ledger.first_token == (4.0 if drawn else None)
@@ -239,11 +239,11 @@ def test_only_the_newest_are_kept() -> None:
 
 def test_of_many_requests_of_one_name_the_newest_are_told() -> None:
     times = RequestTimes(has_floor=False)
-    for number in range(MOST_TOLD + 5):
+    for number in range(MAX_TOLD + 5):
         sequence = Sequence(number, request("x", 4, 1), 0, 64, list(range(4)), 4)
         times.queued(str(number), ["all"], [sequence], Arrival(*[float(number)] * 4))
     found = times.ledgers("all", 1000.0)
-    assert [ledger.seconds for ledger in found] == [1000.0 - number for number in range(5, MOST_TOLD + 5)]
+    assert [ledger.seconds for ledger in found] == [1000.0 - number for number in range(5, MAX_TOLD + 5)]
 
 
 def test_a_ledger_does_not_grow_with_the_output() -> None:
@@ -256,7 +256,7 @@ def test_a_ledger_does_not_grow_with_the_output() -> None:
     blocks = []
     for number in range(100_000):
         now = 0.002 * number
-        watch.step(StepTiming(decode if number else prompt, (Held(),), now, now, now + 0.001))
+        watch.step(StepTiming(decode if number else prompt, (Waiting(),), now, now, now + 0.001))
         watch.standings(now, compiled=0)
         if number in (20_000, 99_999):
             gc.collect()
@@ -298,12 +298,12 @@ def test_a_step_costs_as_much_however_many_decode() -> None:
     prompts = tuple(Chunk(draw.sequence, draw.slot, 0, 4, (draw,), 0, ()) for draw in draws)
     decodes = tuple(Chunk(draw.sequence, draw.slot, 4, 1, (draw,), 0, ()) for draw in draws)
     look = StepShares().look(StepPlan((), (), decodes, (), 256))
-    times.step(StepTiming(StepPlan((), news, prompts, (), 1024), (Held(),), 0.0, 0.0, 1.0), look)
+    times.step(StepTiming(StepPlan((), news, prompts, (), 1024), (Waiting(),), 0.0, 0.0, 1.0), look)
     plan = StepPlan((), (), decodes, (), 256)
     took = []
     for number in range(200):
         began = time.perf_counter()
-        times.step(StepTiming(plan, (Held(),), number + 1.0, number + 1.0, number + 2.0), look)
+        times.step(StepTiming(plan, (Waiting(),), number + 1.0, number + 1.0, number + 2.0), look)
         took.append(time.perf_counter() - began)
     assert min(took) < 20e-6, f"{1e6 * min(took):.1f} us"
 
@@ -378,7 +378,7 @@ def test_the_share_of_prompts_is_what_the_step_would_be_shorter_without(times: S
 
 
 def test_ranks_divide_no_step_of_decodes_alone(times: StepTimes) -> None:
-    division = DivisionTimes(2, 256, 1e-6, 0.0, 8192)
+    division = ShardingTimes(2, 256, 1e-6, 0.0, 8192)
     one, two = StepShares(times), StepShares(replace(times, division=division))
     decodes, mixed = plan([900] * 512, []), plan([900] * 512, [(0, 2048)])
     assert two.look(decodes) == one.look(decodes)
@@ -413,8 +413,8 @@ def test_what_is_found() -> None:
 def test_the_window_tells_of_the_last_seconds_alone() -> None:
     window = StepWindow(records=True, seconds=10)
 
-    def step(ended: float, gap: float, *, recorded: bool = True, late: bool = False) -> None:
-        timing = StepTiming(plan([5], []), (Held(),), 0.0, 0.0, ended, recorded=recorded, late=late)
+    def step(ended: float, gap: float, *, captured: bool = True, late: bool = False) -> None:
+        timing = StepTiming(plan([5], []), (Waiting(),), 0.0, 0.0, ended, captured=captured, late=late)
         window.step(timing, StepLook(0.0, Floor(0.0, 0.02), 0.03), gap, 0.04, 0.0)
 
     assert window.standings(0.0, 0) == Standings()
@@ -427,14 +427,14 @@ def test_the_window_tells_of_the_last_seconds_alone() -> None:
     assert found.verdict is not None
     assert found.verdict.finding == "host gaps"
     for at in range(50):
-        step(20.0 + at / 10, gap=0.0, recorded=False, late=True)
+        step(20.0 + at / 10, gap=0.0, captured=False, late=True)
     found = window.standings(25.0, 0)
     assert found.gap == 0.0
     assert found.verdict is not None
     assert found.verdict.finding == "launches"
     assert window.standings(40.0, 1) == Standings()
     for at in range(50):  # prompts that keep the device busy while the host launches the next
-        step(50.0 + at / 10, gap=0.0, recorded=False)
+        step(50.0 + at / 10, gap=0.0, captured=False)
     found = window.standings(55.0, 1)
     assert found.verdict is not None
     assert found.verdict.finding == "slow steps"
@@ -444,7 +444,7 @@ def test_kernels_compiled_meanwhile_are_told() -> None:
     window = StepWindow(records=False)
     window.standings(0.0, 3)
     for ended in (1.0, 2.0):
-        timing = StepTiming(plan([5], []), (Held(),), 0.0, 0.0, ended)
+        timing = StepTiming(plan([5], []), (Waiting(),), 0.0, 0.0, ended)
         window.step(timing, StepLook(), 0.0, 1.0, 0.0)
     assert window.standings(3.0, 4).verdict == ("compilation", "kernel", "compilation")
     assert window.standings(9.0, 4).verdict == ("compilation", "kernel", "compilation")

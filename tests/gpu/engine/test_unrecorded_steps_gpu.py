@@ -1,4 +1,4 @@
-"""Memory runs out while steps are recorded: before a recording or within it, the sizes after it come out whole."""
+"""Memory runs out while steps are captured: before a CUDA graph or within it, the sizes after it come out whole."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ MORE_THAN_ANY_GPU_HAS = 1 << 45
 
 
 def short_of_memory(graphs: str, least: int, within: bool) -> type[CudaGraphs]:
-    """Runs out of memory in graphs ("run" or "draw") of steps of at least so many tokens, while they are recorded or in
+    """Runs out of memory in graphs ("run" or "draw") of steps of at least so many tokens, while they are captured or in
     the run before."""
 
     class Short(CudaGraphs):
-        def record(self, key: Hashable, run: Callable[[], None], *rest: Any, **options: Any) -> None:
+        def capture_graph(self, key: Hashable, run: Callable[[], None], *rest: Any, **options: Any) -> None:
             def short() -> None:
                 run()
                 is_due = torch.cuda.is_current_stream_capturing() == within
                 if is_due and key[1] == graphs and key[0].tokens >= least:  # type: ignore[index]
                     torch.empty(MORE_THAN_ANY_GPU_HAS, dtype=torch.uint8, device="cuda")
 
-            super().record(key, short, *rest, **options)
+            super().capture_graph(key, short, *rest, **options)
 
     return Short
 
@@ -69,12 +69,12 @@ def test_the_start_goes_on_without_those_sizes(
     monkeypatch.setattr(runner, "CudaGraphs", short_of_memory(graphs, least, within))
     llm = engine(folder)
     assert torch.cuda.current_stream() == stream
-    found = llm.engine.recorded
+    found = llm.engine.captured
     assert found is not None
     assert found.lacking
-    # Where a run before is broken off, smaller sizes that need none are recorded.
+    # Where a run before is broken off, smaller sizes that need none are captured.
     assert all(size.tokens < least for size in found.sizes) or not within
     assert ids(llm) == wanted
-    assert found.unrecorded["out_of_memory"] > 0
+    assert found.uncaptured["out_of_memory"] > 0
     torch.cuda.synchronize()
-    torch.empty(1000, device="cuda")  # nothing thinks that a recording is under way
+    torch.empty(1000, device="cuda")  # nothing thinks that a CUDA graph is under way

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.kernels.attention import fixed as attention_fixed
+from strata.kernels.attention import batch_invariant as attention_fixed
 from strata.kernels.attention.attention import attention
-from strata.kernels.attention.batch_parts import BatchParts
+from strata.kernels.attention.batch_split import BatchSplit
 from strata.kernels.attention.softmax_triton import SEGMENT_KEYS, SEGMENTS
 from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequences
 from strata.kernels.split_counters import split_counters
@@ -241,7 +241,7 @@ def test_a_mixed_step_has_the_bits_of_its_sequences_alone(heads, kv_heads, head_
     )
     for decodes in (None, 4, 2):
         *queries, batch = arguments
-        parts = None if decodes is None else BatchParts(batch.pages.lengths, batch.offsets, batch.offsets[:2], decodes)
+        parts = None if decodes is None else BatchSplit(batch.pages.lengths, batch.offsets, batch.offsets[:2], decodes)
         known = (*queries, batch._replace(pages=replace(batch.pages, parts=parts)))
         for s, rows in enumerate(attend(known, case.spec(window)).split(new)):
             assert_same(rows, whole[s][-new[s] :], f"sequence {s}, {decodes} known to decode")

@@ -1,4 +1,4 @@
-"""Attention of steps with prompts: equal to exact attention, eagerly and in one recording, padding included."""
+"""Attention of steps with prompts: equal to exact attention, eagerly and in one CUDA graph, padding included."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from strata.kernels.attention import fixed as attention_fixed
+from strata.kernels.attention import batch_invariant as attention_fixed
 from strata.kernels.attention import mixed as attention_mixed
 from strata.kernels.attention.attention import attention
-from strata.kernels.attention.batch_parts import BatchParts
+from strata.kernels.attention.batch_split import BatchSplit
 from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequences
 from strata.kernels.state.paged import PagedKV
 from tests.gpu.tensors import captured
@@ -77,7 +77,7 @@ def arguments(
     starts[:decodes] = offsets[1 : decodes + 1]
     decode_lengths[decodes:] = 0
     bounds = torch.tensor([decodes, len(new)], dtype=torch.int32, device="cuda")
-    parts = BatchParts(decode_lengths, starts, bounds, decodes)
+    parts = BatchSplit(decode_lengths, starts, bounds, decodes)
     paged = PagedKV((keys,), (values,), tables, lengths, torch.cat(slots), parts=parts)
     return q, k, v, Sequences(offsets, max(new), paged), AttentionSpec(0, head_dim**-0.5, window)
 
@@ -98,7 +98,7 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert float(error.max()) < 8e-3
 
 
-def as_recorded(given: tuple[Any, ...]) -> tuple[Any, ...]:
+def as_captured(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The same arguments with a division that the device alone knows."""
     *vectors, batch, spec = given
     pages = batch.pages
@@ -116,7 +116,7 @@ def padded(given: tuple[Any, ...], sequences: int, tokens: int) -> tuple[Any, ..
         pages,
         tables=torch.cat([pages.tables, pages.tables.new_zeros(sequences, pages.tables.shape[1])]),
         lengths=torch.cat([pages.lengths, more]),
-        parts=BatchParts(
+        parts=BatchSplit(
             torch.cat([pages.parts.decode_lengths, more]),
             torch.cat([pages.parts.starts, torch.tensor([first, *ends[:-1]], dtype=torch.int32, device="cuda")]),
             pages.parts.bounds + torch.tensor([0, 1], dtype=torch.int32, device="cuda"),
@@ -130,7 +130,7 @@ def padded(given: tuple[Any, ...], sequences: int, tokens: int) -> tuple[Any, ..
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
 def test_every_row_and_padding(step: list[tuple[int, int]], shape: tuple[int, int, int]) -> None:
     eager = arguments(step, shape)
-    given = as_recorded(eager)
+    given = as_captured(eager)
     wanted = exact(given)
     for called in (eager, given):
         assert attention_mixed.supports(AttentionCall(*called))
@@ -144,14 +144,14 @@ def test_every_row_and_padding(step: list[tuple[int, int]], shape: tuple[int, in
 @pytest.mark.parametrize("window", [1, 300, 1100])
 def test_windows(window: int) -> None:
     given = arguments(STEPS["everything"], (16, 8, 128), window)
-    for called in (given, as_recorded(given)):
+    for called in (given, as_captured(given)):
         assert_close(attention_mixed.attend(AttentionCall(*called)), exact(given))
 
 
 def test_deterministic_rows_have_the_bits_of_another_division() -> None:
     given = arguments(STEPS["everything"], (16, 8, 128))
     wanted = attention_fixed.attend(AttentionCall(*given))
-    found = attention_fixed.attend(AttentionCall(*padded(as_recorded(given), 9, 50)))
+    found = attention_fixed.attend(AttentionCall(*padded(as_captured(given), 9, 50)))
     assert torch.equal(found[: len(wanted)], wanted)
     assert found.isfinite().all()
 
@@ -159,7 +159,7 @@ def test_deterministic_rows_have_the_bits_of_another_division() -> None:
 def test_one_recording_serves_other_lengths() -> None:
     """Lengths, tables and the division are read when it is replayed."""
     steps = [[(900, 1), (31, 1), (0, 298)], [(0, 300)], [(5, 1), (600, 120), (0, 1), (64, 120), (17, 58)]]
-    cases = [as_recorded(arguments(step, (16, 8, 128))) for step in steps]
+    cases = [as_captured(arguments(step, (16, 8, 128))) for step in steps]
     sequences, most = 6, 64
     pool = max(len(given[3].pages.keys[0]) for given in cases)
     keys, values = (torch.zeros(pool, 16, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -169,7 +169,7 @@ def test_one_recording_serves_other_lengths() -> None:
     offsets = torch.full((sequences + 1,), 300, dtype=torch.int32, device="cuda")
     tables = torch.zeros(sequences, most, dtype=torch.int32, device="cuda")
     *_, batch, spec = cases[0]
-    parts = BatchParts(decode_lengths, starts, bounds)
+    parts = BatchSplit(decode_lengths, starts, bounds)
     pages = replace(batch.pages, keys=(keys,), values=(values,), tables=tables, lengths=lengths, parts=parts)
     own = (q, k, v, batch._replace(offsets=offsets, longest=300, pages=pages), spec)
     graph, found = captured(lambda: attention_mixed.attend(AttentionCall(*own)))

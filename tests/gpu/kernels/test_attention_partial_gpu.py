@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.kernels.attention.partial import Part, partial_attention, partial_attention_gradients
+from strata.kernels.attention.partial import VisibleKeys, partial_attention, partial_attention_gradients
 from strata.kernels.op import Operation
 from tests.gpu.tensors import assert_within, draw
 
@@ -39,9 +39,9 @@ EVEN: list[Case] = [
 HEADS = [(8, 2, 128), (4, 4, 64), (4, 1, 64)]
 
 
-def part_of(queries: list[int], keys: list[int], causal: bool) -> Part:
+def part_of(queries: list[int], keys: list[int], causal: bool) -> VisibleKeys:
     offsets = (torch.tensor([0, *each], device="cuda").cumsum(0).int() for each in (queries, keys))
-    return Part(*offsets, max(queries), max(keys), causal)
+    return VisibleKeys(*offsets, max(queries), max(keys), causal)
 
 
 def named(operation: Operation, name: str) -> Callable[..., Any]:

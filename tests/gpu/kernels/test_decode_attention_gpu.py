@@ -200,16 +200,16 @@ def test_launches_that_overlap_in_a_cuda_graph(batch):
     for by in range(steps):
         advance(one_by_one, by)
         expected.append(forward(one_by_one, wait=True))
-    recorded = fresh()
-    advance(recorded, 0)
+    captured = fresh()
+    advance(captured, 0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = forward(recorded, wait=False)
+        result = forward(captured, wait=False)
     for by, wanted in enumerate(expected):
-        advance(recorded, by)
+        advance(captured, by)
         graph.replay()
         assert result.isfinite().all()
         assert torch.equal(result, wanted), by
-    for found, wanted in zip((*recorded.keys, *recorded.values), (*one_by_one.keys, *one_by_one.values), strict=True):
+    for found, wanted in zip((*captured.keys, *captured.values), (*one_by_one.keys, *one_by_one.values), strict=True):
         assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
     assert not split_counters(result.device).any()

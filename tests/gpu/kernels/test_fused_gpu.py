@@ -9,9 +9,9 @@ import torch
 from torch import fx, nn
 
 from strata.graph.bind import bind
-from strata.graph.capture import capture
 from strata.graph.fuse import fuse
 from strata.graph.merge import merge
+from strata.graph.trace import trace
 from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
 from strata.kernels.op import Operation
@@ -187,22 +187,22 @@ def test_fused_graph_in_bf16(family: str) -> None:
     model.bfloat16()
     bits = [
         hidden_states(bind(graph, "cuda", deterministic=True), config, ids, torch.bfloat16)
-        for graph in (merge(capture(model)), fuse(merge(capture(model))))
+        for graph in (merge(trace(model)), fuse(merge(trace(model))))
     ]
     assert bits[0].isfinite().all()
     assert torch.equal(*bits)
     plain, fused = (
         hidden_states(bind(graph, "cuda"), config, ids, torch.bfloat16).float()
-        for graph in (merge(capture(model)), fuse(merge(capture(model))))
+        for graph in (merge(trace(model)), fuse(merge(trace(model))))
     )
-    truth = hidden_states(bind(capture(model.float()), "cuda"), config, ids, torch.float32)
+    truth = hidden_states(bind(trace(model.float()), "cuda"), config, ids, torch.float32)
     assert (fused - truth).norm() <= 1.1 * (plain - truth).norm()
 
 
 def kernels(layers: int) -> list[str]:
     """The kernels of one decode step, by name."""
     model, config = model_of("llama", layers)
-    graph = bind(fuse(merge(capture(model.bfloat16()))), "cuda", deterministic=True)
+    graph = bind(fuse(merge(trace(model.bfloat16()))), "cuda", deterministic=True)
     ids = torch.zeros(2, 128, device="cuda", dtype=torch.int32)
     batch = Cache(config, torch.bfloat16).batch(ids, [0, 0], [1, 1])
     with torch.inference_mode():

@@ -35,7 +35,7 @@ LAYERS = {
     "0.5B gate_up": (9728, 896),
     "0.5B down": (896, 4864),
 }
-MOST_ROWS = 8192
+MAX_ROWS = 8192
 COUNTS = [*range(1, 36), 47, 48, 49, 63, 64, 65, 96, 100, 127, 128, 129, 160, 200, 255, 256, 257, 300, 384, 511, 512]
 COUNTS += [513, 700, 1000, 1023, 1024, 1025, 1536, 2047, 2048, 3000, 4095, 4096, 4097, 6000, 8191]
 
@@ -65,15 +65,15 @@ def assert_same_rows(found: Tensor, wanted: Tensor, message: str) -> None:
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_row_has_the_same_bits_in_any_batch(layer: str) -> None:
     weight = weight_of(layer)
-    x = draw(MOST_ROWS, weight.shape[1])
+    x = draw(MAX_ROWS, weight.shape[1])
     together = run(x, weight)
     different = []
     for count in COUNTS:
-        first = torch.randint(0, MOST_ROWS - count + 1, ()).item()
+        first = torch.randint(0, MAX_ROWS - count + 1, ()).item()
         rows = slice(first, first + count)
         if not torch.equal(run(x[rows], weight), together[rows]):
             different.append(count)
-    assert not different, f"other bits than among {MOST_ROWS} rows for these numbers of rows"
+    assert not different, f"other bits than among {MAX_ROWS} rows for these numbers of rows"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -92,7 +92,7 @@ def test_the_product(layer: str, dtype: torch.dtype) -> None:
 
 def test_a_bias_does_not_change_that() -> None:
     weight = weight_of("1.5B qkv")
-    x, bias = draw(MOST_ROWS, weight.shape[1]), draw(len(weight))
+    x, bias = draw(MAX_ROWS, weight.shape[1]), draw(len(weight))
     together = run(x, weight, bias)
     for count in COUNTS:
         assert_same_rows(run(x[:count], weight, bias), together[:count], f"{count} rows")

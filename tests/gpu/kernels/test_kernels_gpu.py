@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from strata.kernels.activation.silu_mul import silu_mul
-from strata.kernels.linear import fixed as gemm_fixed
+from strata.kernels.linear import batch_invariant as gemm_fixed
+from strata.kernels.linear.batch_invariant import InvariantTile
 from strata.kernels.linear.embedding import embedding, vocabulary_embedding
-from strata.kernels.linear.fixed import Tile
 from strata.kernels.linear.linear import linear, sliced_linear
 from strata.kernels.loss.loss import linear_cross_entropy
 from strata.kernels.norm.norm import rms_norm
@@ -189,7 +189,7 @@ def test_every_tile_gives_the_same_bits(width: int, out: int, name: str, monkeyp
     results = []
     for tile in (gemm_fixed._MIDDLE, TILES[name]):
 
-        def always(*_: object, tile: Tile = tile) -> Tile:
+        def always(*_: object, tile: InvariantTile = tile) -> InvariantTile:
             return tile
 
         monkeypatch.setattr(gemm_fixed, "choose_tile", always)

@@ -1,4 +1,4 @@
-"""Experts on CUDA, all and a rank's part: near float64 with gradients, recorded, and without waiting for the device."""
+"""Experts on CUDA, all and a rank's part: near float64 with gradients, captured, and without waiting for the device."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from strata.kernels.recurrent.gated_norm import gated_rms_norm
 from strata.kernels.recurrent.sequences import StateSpaceSpec
 from strata.kernels.recurrent.short_convolution import short_convolution
 from strata.kernels.recurrent.state_space import state_space
-from strata.kernels.state.fixed import FixedStates
+from strata.kernels.state.recurrent import RecurrentStates
 from strata.models.batch import Batch
 from tests.gpu.tensors import captured
 from tests.kernels.recurrent.steps import step
@@ -63,7 +63,7 @@ def run(call: Call, lengths: Sequence[int], kept: bool, dtype: torch.dtype, devi
         tensors = [torch.randn(len(lengths) + 1, *shape, generator=generator) for shape in shapes]
         slots = torch.arange(len(lengths), 0, -1, dtype=torch.int32)
         of_layer = tuple(one.to(device, torch.float64 if device == "cpu" else torch.float32) for one in tensors)
-        batch = replace(step(lengths, [3] * len(lengths)), states=FixedStates((of_layer,), slots.to(device)))
+        batch = replace(step(lengths, [3] * len(lengths)), states=RecurrentStates((of_layer,), slots.to(device)))
     moved = replace(batch, **{name: getattr(batch, name).to(device) for name in ("tokens", "positions", "offsets")})
     arguments = [one.to(dtype).to(device) for one in (*rows, *weights)]
     bound = operation.reference if device == "cpu" else operation.bind("cuda", deterministic=exact)
@@ -99,7 +99,7 @@ def test_bits_depend_neither_on_company_nor_on_pieces(name: str) -> None:
     tensors = tuple(torch.full((1, *shape), torch.nan, device="cuda") for shape in shapes)
     if operation is short_convolution:
         tensors = tuple(one.bfloat16() for one in tensors)
-    states = FixedStates((tensors,), torch.zeros(1, dtype=torch.int32, device="cuda"))
+    states = RecurrentStates((tensors,), torch.zeros(1, dtype=torch.int32, device="cuda"))
     done, parts = 0, []
     for count in (37, 1, 1, 61):
         batch = on_gpu(step([count], [done], states))
@@ -158,16 +158,16 @@ def inputs(tokens: int, sizes: tuple[int, ...], bias: float = -3.0) -> tuple[lis
     return rows, [(torch.randn(heads) + bias).bfloat16(), torch.randn(heads).bfloat16()]
 
 
-def on_gpu(batch: Batch, states: FixedStates | None = None) -> Batch:
+def on_gpu(batch: Batch, states: RecurrentStates | None = None) -> Batch:
     moved = {name: getattr(batch, name).cuda() for name in ("tokens", "positions", "offsets")}
     return replace(batch, states=states, **moved)
 
 
-def kept_states(sequences: int, sizes: tuple[int, ...]) -> tuple[FixedStates, FixedStates]:
+def kept_states(sequences: int, sizes: tuple[int, ...]) -> tuple[RecurrentStates, RecurrentStates]:
     """The same in float64 on the host and in float32 on the device; a sequence's row is the last but its number."""
     kept, slots = torch.randn(sequences + 1, *sizes[1:]), torch.arange(sequences, 0, -1, dtype=torch.int32)
-    of_device = FixedStates(((kept[:0].cuda(), kept.cuda()),), slots.cuda())
-    return FixedStates(((kept[:0], kept.double()),), slots), of_device
+    of_device = RecurrentStates(((kept[:0].cuda(), kept.cuda()),), slots.cuda())
+    return RecurrentStates(((kept[:0], kept.double()),), slots), of_device
 
 
 def in_chunks(rows: Sequence[Tensor], weights: Sequence[Tensor], batch: Batch) -> Tensor:
@@ -212,7 +212,7 @@ def test_pieces_of_a_prompt_are_near_the_whole() -> None:
     rows, weights = inputs(600, sizes)
     wanted = gated_delta.reference(*(one.double() for one in (*rows, *weights)), step([600]), 0)
     kept = torch.full((1, *sizes[1:]), torch.nan, device="cuda")
-    states = FixedStates(((kept[:0], kept),), torch.zeros(1, dtype=torch.int32, device="cuda"))
+    states = RecurrentStates(((kept[:0], kept),), torch.zeros(1, dtype=torch.int32, device="cuda"))
     parts, done = [], 0
     for count in (200, 129, 271):
         batch = on_gpu(step([count], [done]), states)

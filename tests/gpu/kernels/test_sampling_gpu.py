@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from strata.kernels.sampling.filters import apply_bitmask, filter_bounds
-from strata.kernels.sampling.parts import best_in_part, best_of_parts, exponential_sums
 from strata.kernels.sampling.sampling import NO_ID, gumbel_sample, logprobs, ruled_out, scaled
-from tests.kernels.sampling.test_parts import cuts, drawn, told
+from strata.kernels.sampling.shards import best_in_shard, best_of_shards, exponential_sums
+from tests.kernels.sampling.test_shards import cuts, drawn, told
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -156,10 +156,10 @@ def test_the_kernels_are_their_references(vocab: int) -> None:
     logits = torch.randn(ROWS, vocab, device="cuda") * 4
     logits[3] = -math.inf
     greedy, seeds = torch.zeros(ROWS, device="cuda"), torch.arange(ROWS, device="cuda")
-    found = best_in_part(logits, greedy, seeds, seeds, 33)
-    assert torch.equal(found, best_in_part.reference(logits, greedy, seeds, seeds, 33))
+    found = best_in_shard(logits, greedy, seeds, seeds, 33)
+    assert torch.equal(found, best_in_shard.reference(logits, greedy, seeds, seeds, 33))
     keys = torch.cat((found, found.flip(0), found - 1), 1)
-    assert torch.equal(best_of_parts(keys), best_of_parts.reference(keys))
+    assert torch.equal(best_of_shards(keys), best_of_shards.reference(keys))
     torch.testing.assert_close(exponential_sums(logits), exponential_sums.reference(logits), rtol=2e-6, atol=0)
     half = exponential_sums(logits.bfloat16())
     torch.testing.assert_close(half, exponential_sums.reference(logits.bfloat16()), rtol=2e-6, atol=0)

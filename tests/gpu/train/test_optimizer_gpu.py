@@ -54,7 +54,7 @@ def one_rank() -> tuple[Mesh, TensorSharding]:
 
 
 def set_gradients(shards: list[ParameterShard], seed: int) -> None:
-    """In the memory that they had before, if they had any, so that a recorded update reads them."""
+    """In the memory that they had before, if they had any, so that a captured update reads them."""
     generator = torch.Generator("cuda").manual_seed(seed)
     flat = torch.randn(sum(shard.master.numel() for shard in shards), device="cuda", generator=generator)
     for shard, drawn in zip(shards, flat.split([shard.master.numel() for shard in shards]), strict=True):
@@ -83,16 +83,16 @@ def assert_same(found: dict[str, list[Tensor]], wanted: dict[str, list[Tensor]])
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_state_in_the_host_has_the_same_bits_recorded_or_not(name: str, dtype: torch.dtype) -> None:
     found = []
-    for offload, recorded in ((False, False), (True, False), (True, True)):
+    for offload, captured in ((False, False), (True, False), (True, True)):
         shards, optimizer = make(name, offload=offload, dtype=dtype)
         graphs, scale = CudaGraphs(), torch.tensor(0.5, device="cuda")
         for step in range(1, 5):
             set_gradients(shards, step)
             optimizer.begin(RATE / step)
-            if not recorded:
+            if not captured:
                 optimizer.update(scale)
             elif step == 1:
-                graphs.record("update", lambda optimizer=optimizer, scale=scale: optimizer.update(scale))
+                graphs.capture_graph("update", lambda optimizer=optimizer, scale=scale: optimizer.update(scale))
             else:
                 graphs.replay("update")
         if offload:

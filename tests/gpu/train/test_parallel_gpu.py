@@ -11,7 +11,7 @@ import torch
 
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
-from strata.kernels.attention.partial import Part, partial_attention, partial_attention_gradients
+from strata.kernels.attention.partial import VisibleKeys, partial_attention, partial_attention_gradients
 from strata.models.batch import Batch
 from strata.parallel.context_ring import RingSteps, ring_attention
 from strata.parallel.layout import Layout
@@ -103,7 +103,7 @@ def errors_of_ring(world: World, lengths: tuple[int, ...]) -> dict[str, float]:
     shapes = [(sum(lengths), heads, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     *given, slope = (torch.randn(*shape, generator=draw).bfloat16().to(device) for shape in shapes)
     offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    whole = Part(offsets, offsets, max(lengths), max(lengths), True)
+    whole = VisibleKeys(offsets, offsets, max(lengths), max(lengths), True)
     wide, scale = [one.double() for one in given], WIDTH**-0.5
     out, sums = partial_attention.reference(*wide, whole, scale)
     wanted = out, *partial_attention_gradients.reference(slope.double(), *wide, out, sums, whole, scale)

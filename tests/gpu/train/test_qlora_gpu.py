@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from strata.kernels.quant.dequantize import floats
-from strata.kernels.quant.packed import PackedWeight, dense, pack
+from strata.kernels.quant.quantized import QuantizedWeight, dense, pack
 from strata.kernels.quant.schemes import SCHEMES
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.families import build
@@ -62,12 +62,12 @@ def gradients(model: CausalLM, tokens: int) -> tuple[Tensor, dict[str, Tensor], 
     return total.detach(), found, fullest
 
 
-def packed_of(model: CausalLM) -> dict[str, PackedWeight]:
+def packed_of(model: CausalLM) -> dict[str, QuantizedWeight]:
     return {
         f"{place}.{name}": held
         for place, module in model.named_modules()
         for name, held in vars(module).items()
-        if isinstance(held, PackedWeight)
+        if isinstance(held, QuantizedWeight)
     }
 
 

@@ -1,4 +1,4 @@
-"""Steps over NCCL: layouts against one process on the CPU, and recorded steps against the same ones launched anew."""
+"""Steps over NCCL: layouts against one process on the CPU, and captured steps against the same ones launched anew."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ WIDE = {
     "max_position_embeddings": 512,
 }
 STEPS = 10
-OTHER = 4  # of another shape on one rank; after four more of one shape, the last two steps are recorded anew
+OTHER = 4  # of another shape on one rank; after four more of one shape, the last two steps are captured anew
 RATE = 1e-3
 
 
-def recorded(world: World, precision: str, recompute: str, *, records: bool, tied: bool, packs: int) -> dict[str, Any]:
+def captured(world: World, precision: str, recompute: str, *, records: bool, tied: bool, packs: int) -> dict[str, Any]:
     """Losses and norms of steps of one shape on all ranks, with one of another shape on one rank in between."""
     config = config_from_dict(WIDE | {"tie_word_embeddings": tied})
     layout = Layout() if world.size == 1 else Layout(shard=world.size, zero=2)
@@ -74,7 +74,7 @@ def recorded(world: World, precision: str, recompute: str, *, records: bool, tie
         first = packs * (10 * index + world.rank)
         result = step([pack_of(first + one, lengths, 50, 1.0) for one in range(packs)], RATE)
         found.append([result.loss.item(), result.norm.item()])
-    return {"steps": found, "recorded": step._recorded is not None}
+    return {"steps": found, "captured": step._captured is not None}
 
 
 def layouts_and_recordings(world: World) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def layouts_and_recordings(world: World) -> dict[str, Any]:
         ("fp8-tensor", "operations", False, 2),
     ):
         pairs.append(
-            [recorded(world, precision, recompute, records=one, tied=tied, packs=packs) for one in (True, False)]
+            [captured(world, precision, recompute, records=one, tied=tied, packs=packs) for one in (True, False)]
         )
     return {"worst": worst, "pairs": pairs}
 
@@ -103,8 +103,8 @@ def test_layouts_and_recordings(ranks: int, tmp_path: Path) -> None:
         for (family, layout), (name, error) in zip(LAYOUTS[ranks], found["worst"], strict=True):
             assert error < 1e-4, (family, layout, name, error)
         for replayed, launched in found["pairs"]:
-            assert replayed["recorded"]
-            assert not launched["recorded"]
+            assert replayed["captured"]
+            assert not launched["captured"]
             steps, others = (torch.tensor(one["steps"]) for one in (replayed, launched))
             torch.testing.assert_close(steps[:, 0], others[:, 0], rtol=1e-2, atol=0)
             # Gradients are further apart than losses once cuDNN has added them up in another order.

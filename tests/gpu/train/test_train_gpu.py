@@ -131,7 +131,7 @@ def test_loss_follows_the_cpu(data: Path, tmp_path: Path) -> None:
 def test_documents_of_one_length_are_recorded_and_follow_the_cpu(
     data: Path, tmp_path: Path, deterministic: bool
 ) -> None:
-    """Through the run, which collects no garbage between steps and writes checkpoints of what a recording changes."""
+    """Through the run, which collects no garbage between steps and writes checkpoints of what a CUDA graph changes."""
     found = []
     for device in ("cpu", "cuda"):
         config = pretraining(data, tmp_path / device, device, 12, 1e-3)
@@ -140,14 +140,14 @@ def test_documents_of_one_length_are_recorded_and_follow_the_cpu(
         run = trainer(replace(config, data=text, run=replace(config.run, deterministic=deterministic)))
         run.train()
         assert isinstance(run.stepper, ParallelStep)
-        assert (run.stepper._recorded is not None) == (device == "cuda")
+        assert (run.stepper._captured is not None) == (device == "cuda")
         found.append(losses(tmp_path / device))
     assert found[1] == pytest.approx(found[0], rel=0.02)
     assert found[1][-1] < 0.95 * found[1][0]
 
 
 def test_validation_between_recorded_steps_changes_none_of_their_bits(data: Path, tmp_path: Path) -> None:
-    """It frees a recording, and the next step makes another."""
+    """It frees a CUDA graph, and the next step makes another."""
     found = []
     for every in (3, 12):
         config = pretraining(data, tmp_path / str(every), "cuda", 12, 1e-3)

@@ -1,4 +1,4 @@
-"""Operations with gradients on CUDA against float64, and the step over the graph, recorded and not."""
+"""Operations with gradients on CUDA against float64, and the step over the graph, captured and not."""
 
 from __future__ import annotations
 
@@ -278,14 +278,14 @@ def steps(
     for seed in range(6):
         result = step([pack_of(seed, list(lengths), 50, 1.0)], 1e-3)
         found.append([result.loss.item(), result.norm.item()])
-    is_recorded = step._recorded is not None
-    assert is_recorded == (device == "cuda" and len(set(lengths)) == 1)
+    is_captured = step._captured is not None
+    assert is_captured == (device == "cuda" and len(set(lengths)) == 1)
     return found
 
 
-@pytest.mark.parametrize("lengths", [(512, 512), (512, 300, 212)], ids=["recorded", "packed"])
+@pytest.mark.parametrize("lengths", [(512, 512), (512, 300, 212)], ids=["captured", "packed"])
 def test_steps_follow_the_cpu(lengths: tuple[int, ...]) -> None:
-    """Against float32; the steps of equal lengths are recorded from the second on."""
+    """Against float32; the steps of equal lengths are captured from the second on."""
     exact, found = (torch.tensor(steps(device, lengths)) for device in ("cpu", "cuda"))
     torch.testing.assert_close(found, exact, rtol=3e-2, atol=0)
     assert found[-1, 0] < 0.95 * found[0, 0]
@@ -304,7 +304,7 @@ def test_replayed_steps_have_the_bits_of_launched_ones_where_that_is_wanted(reco
                     step._before = None
                 result = step([pack_of(seed, [512, 512], 50, 0.7)], 1e-3)
                 numbers.append([result.loss.item(), result.norm.item()])
-            assert (step._recorded is not None) == replays
+            assert (step._captured is not None) == replays
             found.append((numbers, [piece.tensor.clone() for piece in step.state_shards()]))
     assert found[0][0] == found[1][0]
     assert all(map(torch.equal, found[0][1], found[1][1]))
@@ -317,7 +317,7 @@ def test_steps_in_eight_bits_follow_the_cpu(precision: str) -> None:
     torch.testing.assert_close(found[:, 1], exact[:, 1], rtol=1e-1, atol=0)
 
 
-@pytest.mark.parametrize("lengths", [(512, 512), (512, 300, 212)], ids=["recorded", "packed"])
+@pytest.mark.parametrize("lengths", [(512, 512), (512, 300, 212)], ids=["captured", "packed"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8-row"])
 @pytest.mark.parametrize("recompute", ["operations", "layers"])
 def test_recomputed_steps_are_the_steps(recompute: str, precision: str, lengths: tuple[int, ...]) -> None:
@@ -326,7 +326,7 @@ def test_recomputed_steps_are_the_steps(recompute: str, precision: str, lengths:
     torch.testing.assert_close(found, kept, rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("lengths", [(512, 512), (512, 300, 212)], ids=["recorded", "packed"])
+@pytest.mark.parametrize("lengths", [(512, 512), (512, 300, 212)], ids=["captured", "packed"])
 def test_steps_of_experts_follow_the_cpu_and_are_recomputed(lengths: tuple[int, ...]) -> None:
     """A token near the border between two experts may go to the other one in bfloat16."""
     exact = torch.tensor(steps("cpu", lengths, **EXPERTS))

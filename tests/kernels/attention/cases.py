@@ -10,7 +10,7 @@ from torch import Tensor
 
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
 from strata.kernels.rotary.rope import rope_angles
-from strata.kernels.state.kept_keys import KeptKeys
+from strata.kernels.state.dcp_shard import DcpShard
 from strata.kernels.state.paged import PagedKV
 
 PAGE = 16
@@ -96,8 +96,8 @@ def cumulative(counts, device: Any = "cpu") -> Tensor:
 KEPT_LENGTHS, KEPT_NEW = [2, 1, 40, 17, 37], [2, 1, 1, 17, 20]
 
 
-def kept_batch(case: Case, new: list[int], kept: KeptKeys) -> tuple[Any, ...]:
-    """Arguments of `kept_attention` but the last two, of a rank that keeps some keys; the rest is not a number."""
+def kept_batch(case: Case, new: list[int], kept: DcpShard) -> tuple[Any, ...]:
+    """Arguments of `dcp_attention` but the last two, of a rank that keeps some keys; the rest is not a number."""
     own = [[one[kept.rank :: kept.ranks] for one in of_all] for of_all in (case.k, case.v)]
     counts = [len(one) for one in own[0]]
     pages = Case(case.q, *own).batch([0] * len(counts), counts)[3].pages

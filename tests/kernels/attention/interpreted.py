@@ -11,31 +11,31 @@ import torch
 
 from strata.cache.pool import PoolShape
 from strata.comm.join_heads import joined
-from strata.engine.recorded_steps import fresh_rows_of
-from strata.kernels.attention import cuda, decode_cuda, fixed
+from strata.engine.captured_steps import pure_prefill_rows_of
+from strata.kernels.attention import batch_invariant, cuda, decode_cuda
 from strata.kernels.attention.attention import attention
-from strata.kernels.attention.batch_parts import BatchParts
+from strata.kernels.attention.batch_split import BatchSplit
+from strata.kernels.attention.dcp.dcp import attend as attend_kept
+from strata.kernels.attention.dcp.dcp import dcp_attention
 from strata.kernels.attention.decode import decode_attention
 from strata.kernels.attention.decode_tile import DecodeTile
-from strata.kernels.attention.divided.kept import attend as attend_kept
-from strata.kernels.attention.divided.kept import kept_attention
 from strata.kernels.attention.prompt_keys import gather_prompt_keys, reference
+from strata.kernels.attention.query_chunks import (
+    KEY_BLOCK,
+    as_query_chunks,
+    launched,
+    query_chunks,
+)
 from strata.kernels.attention.sparse import decodes, prompts
 from strata.kernels.attention.sparse.decodes import page_sparse_attention
 from strata.kernels.attention.sparse.prompts import block_sparse_attention
-from strata.kernels.attention.spec import AttentionCall, AttentionSpec, KeptCall, SparseCall
+from strata.kernels.attention.spec import AttentionCall, AttentionSpec, DcpCall, SparseCall
 from strata.kernels.attention.varlen_triton import Tile
-from strata.kernels.attention.virtual_sequences import (
-    KEY_BLOCK,
-    as_virtual_sequences,
-    launched,
-    virtual_sequences,
-)
-from strata.kernels.collective.joined_heads import join_packed, pack_heads
-from strata.kernels.state.kept_keys import KeptKeys
+from strata.kernels.collective.joined_heads import pack_heads, unpack_heads
+from strata.kernels.state.dcp_shard import DcpShard
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
-from strata.kernels.state.rounded_triton import write_rounded
+from strata.kernels.state.quantized_triton import write_quantized
 from tests.kernels.attention.cases import KEPT_LENGTHS, KEPT_NEW, Case, copied, decode_step, kept_batch
 from tests.kernels.attention.test_prompt_keys import LONGEST, ROWS, pages_of
 from tests.kernels.attention.test_query_chunks import random_step
@@ -57,7 +57,7 @@ def tile_of(splits: int, apart: bool, split: int = 16) -> DecodeTile:
 def test_prompts_and_mixed_steps(window: int | None) -> None:
     case, spec = Case.random([20, 1, 9], heads=4, kv_heads=2, head_dim=20), AttentionSpec(0, 0.3, window)
     for given in (case.batch([7, 1, 9]), case.packed()):
-        for attend in (cuda.attend, fixed.attend):
+        for attend in (cuda.attend, batch_invariant.attend):
             near(attend(AttentionCall(*given, spec, OWN_SINKS)), attention.reference(*given, spec, OWN_SINKS))
 
 
@@ -66,7 +66,7 @@ def test_decoding(window: int | None) -> None:
     q, k, v, batch = Case.random([270, 5], heads=4, kv_heads=2, head_dim=20).batch([1, 1])
     spec = AttentionSpec(0, 0.3, window)
     wanted = attention.reference(q, k, v, batch, spec, OWN_SINKS)
-    near(fixed.attend(AttentionCall(q, k, v, batch, spec, OWN_SINKS)), wanted)
+    near(batch_invariant.attend(AttentionCall(q, k, v, batch, spec, OWN_SINKS)), wanted)
     for splits, apart in ((1, False), (4, False), (4, True), (7, True)):
         given = q.flatten(1), 4, 20, batch.pages, spec
         near(decode_cuda.decode(*given, tile=tile_of(splits, apart, 32), sinks=OWN_SINKS), wanted)
@@ -91,7 +91,7 @@ FIELDS = ("keys", "values", "key_exponents", "value_exponents")
 @pytest.mark.parametrize("window", [None, 3])
 def test_pools_in_8_bits(kind: torch.dtype, window: int | None) -> None:
     (product, *others, batch, heads), plain = decode_step([1, 0, 16, 9], 4, 2, 16, True, torch.float32)
-    own = fresh_rows_of(4, PoolShape(2, plain.page_size, 2, 16, torch.float32, rounded=kind))
+    own = pure_prefill_rows_of(4, PoolShape(2, plain.page_size, 2, 16, torch.float32, quantized=kind))
     cached = [torch.randint(-127, 128, pool.shape).to(kind) for pool in (*plain.keys, *plain.values)]
     powers = torch.randint(118, 123, (4, len(cached[0]), 2, plain.page_size)).to(torch.uint8)
 
@@ -111,7 +111,7 @@ def test_pools_in_8_bits(kind: torch.dtype, window: int | None) -> None:
     assert_written_alike()  # bit for bit; layer 0 is as it was
     q, k, v = torch.randn(4, 4, 16), *torch.randn(2, 4, 2, 16)
     k[1, 0, 3] = torch.nan
-    both = kv_write.reference(k, v, expected, 1), write_rounded(k, v, found, 1)
+    both = kv_write.reference(k, v, expected, 1), write_quantized(k, v, found, 1)
     # Where cuDNN is told that they lie in fresh steps.
     assert [one.stride(0) for one in both[1]] == [own.keys, own.values]
     for ours, theirs in zip(*both, strict=True):
@@ -122,7 +122,7 @@ def test_pools_in_8_bits(kind: torch.dtype, window: int | None) -> None:
     cuda.prefill(out, q, k, v, batch.offsets, batch, spec, sinks=OWN_SINKS)
     for one in (
         decode_cuda.decode(q.flatten(1), 4, 16, expected, spec, tile=tile, sinks=OWN_SINKS),
-        fixed.attend(AttentionCall(q, k, v, batch, spec, OWN_SINKS)),
+        batch_invariant.attend(AttentionCall(q, k, v, batch, spec, OWN_SINKS)),
         out,
     ):
         near(one[held], wanted[held])
@@ -133,12 +133,12 @@ def test_gathered_prompts(seed: int) -> None:
     step_of, page_size = random_step(random.Random(seed), 5, 3000), (16, 64, 256)[seed % 3]
     pages, given = pages_of(step_of, page_size)
     virtual = []
-    for rows in (ROWS, ROWS._replace(fresh=True)):
+    for rows in (ROWS, ROWS._replace(pure_prefill=True)):
         of_step = given["offsets"], given["lengths"], given["bounds"], rows
-        wanted = virtual_sequences.reference(*of_step)
-        if not rows.fresh or not any(step_of.cached):
+        wanted = query_chunks.reference(*of_step)
+        if not rows.pure_prefill or not any(step_of.cached):
             assert torch.equal(launched(*of_step), wanted)
-        virtual.append(as_virtual_sequences(wanted, rows))
+        virtual.append(as_query_chunks(wanted, rows))
     found = gather_prompt_keys(pages, 0, virtual[0], LONGEST)
     last = int(virtual[0].prompts[0].max()) * KEY_BLOCK
     for one, expected in zip(found, reference(pages, 0, virtual[0], LONGEST), strict=True):
@@ -146,7 +146,7 @@ def test_gathered_prompts(seed: int) -> None:
 
 
 KEPT_SPEC = AttentionSpec(0, 0.3)
-every_rank = pytest.mark.parametrize("kept", [KeptKeys(2, 0), KeptKeys(2, 1), KeptKeys(3, 2), KeptKeys()], ids=str)
+every_rank = pytest.mark.parametrize("kept", [DcpShard(2, 0), DcpShard(2, 1), DcpShard(3, 2), DcpShard()], ids=str)
 
 
 def with_parts(batch: Any, decodes: int, known: int | None) -> Any:
@@ -154,28 +154,28 @@ def with_parts(batch: Any, decodes: int, known: int | None) -> Any:
     starts, lengths = batch.offsets[:-1].clone(), batch.pages.lengths.clone()
     starts[:decodes] = batch.offsets[1 : decodes + 1]
     lengths[decodes:] = 0
-    parts = BatchParts(lengths, starts, torch.tensor([decodes, len(lengths)], dtype=torch.int32), known)
+    parts = BatchSplit(lengths, starts, torch.tensor([decodes, len(lengths)], dtype=torch.int32), known)
     return batch._replace(pages=replace(batch.pages, parts=parts))
 
 
 @every_rank
-def test_kept_keys_of_prompts_and_mixed_steps(kept: KeptKeys) -> None:
+def test_kept_keys_of_prompts_and_mixed_steps(kept: DcpShard) -> None:
     case = Case.random(KEPT_LENGTHS, heads=4, kv_heads=2, head_dim=20)
     order = [2, 1, 0, 3, 4]  # the first of a step decode, the others are prompts
     in_order = Case(*([of_all[at] for at in order] for of_all in (case.q, case.k, case.v)))
     given = *kept_batch(case, KEPT_NEW, kept), KEPT_SPEC, kept
-    near(attend_kept(KeptCall(*given)), kept_attention.reference(*given))
+    near(attend_kept(DcpCall(*given)), dcp_attention.reference(*given))
     q, k, v, batch = kept_batch(in_order, [KEPT_NEW[at] for at in order], kept)
-    wanted = kept_attention.reference(q, k, v, batch, KEPT_SPEC, kept)
+    wanted = dcp_attention.reference(q, k, v, batch, KEPT_SPEC, kept)
     for known in (2, None):
-        near(attend_kept(KeptCall(q, k, v, with_parts(batch, 2, known), KEPT_SPEC, kept)), wanted)
+        near(attend_kept(DcpCall(q, k, v, with_parts(batch, 2, known), KEPT_SPEC, kept)), wanted)
 
 
 @every_rank
-def test_kept_keys_of_decodes(kept: KeptKeys) -> None:
+def test_kept_keys_of_decodes(kept: DcpShard) -> None:
     q, k, v, batch = kept_batch(Case.random([270, 5, 1], heads=4, kv_heads=2, head_dim=20), [1, 1, 1], kept)
-    wanted = kept_attention.reference(q, k, v, batch, KEPT_SPEC, kept)
-    near(attend_kept(KeptCall(q, k, v, batch, KEPT_SPEC, kept)), wanted)
+    wanted = dcp_attention.reference(q, k, v, batch, KEPT_SPEC, kept)
+    near(attend_kept(DcpCall(q, k, v, batch, KEPT_SPEC, kept)), wanted)
     for splits, apart in ((1, False), (4, False), (4, True)):
         out, sums = torch.empty(3, 4, 20), torch.empty(3, 4)
         given = q.flatten(1), 4, 20, batch.pages, KEPT_SPEC
@@ -191,7 +191,7 @@ def test_each_rank_gets_what_all_have_packed_for_it(ranks: int, own: int, dim: i
     packed = torch.stack([pack_heads(*one, ranks) for one in zip(mixed, sums, strict=True)])
     wanted = joined(mixed, sums)
     assert not wanted[2, 0].any()
-    found = [join_packed(packed[:, rank].contiguous(), dim, torch.float32) for rank in range(ranks)]
+    found = [unpack_heads(packed[:, rank].contiguous(), dim, torch.float32) for rank in range(ranks)]
     near(torch.cat(found, 1), wanted)
 
 
@@ -221,19 +221,19 @@ def test_block_sparse_prompts(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     near(prompts.attend(SparseCall(*alike, SPEC, choice, sinks)), wanted)
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-def test_decodes_over_chosen_pages(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_decodes_over_chosen_pages(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the second sequence no key has a positive score; or in a step with a prompt, of which only the device knows
     how many decode. Programs score pages more than once."""
-    for name, value in (("_LEAST_PLACES", 8), ("SCORED_PAGES", 2), ("_SCORE_PROGRAMS", 8)):
+    for name, value in (("_MIN_PLACES", 8), ("SCORED_PAGES", 2), ("_SCORE_PROGRAMS", 8)):
         monkeypatch.setattr(decodes, name, value)
-    case = Case.random([40, 90, 25] if recorded else [40, 100], heads=6, kv_heads=2, head_dim=12)
-    if not recorded:
+    case = Case.random([40, 90, 25] if captured else [40, 100], heads=6, kv_heads=2, head_dim=12)
+    if not captured:
         case.q[1].abs_()
         case.k[1].sub_(6)
-    *vectors, batch = given = with_bounds(case.batch([1, 1, 7] if recorded else [1, 1], layers=2))
+    *vectors, batch = given = with_bounds(case.batch([1, 1, 7] if captured else [1, 1], layers=2))
     own = batch._replace(pages=replace(batch.pages, bounds=tuple(one.clone() for one in batch.pages.bounds)))
-    own = with_parts(own, 2, None) if recorded else own
+    own = with_parts(own, 2, None) if captured else own
     wanted = page_sparse_attention.reference(*given, SPEC, PAGES, SINKS)
     near(decodes.attend(SparseCall(*vectors, own, SPEC, PAGES, SINKS)), wanted)
     for ours, theirs in zip(own.pages.bounds, batch.pages.bounds, strict=True):

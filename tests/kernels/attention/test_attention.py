@@ -30,8 +30,8 @@ def test_every_query_of_every_path(heads, kv_heads, head_dim, window, sinks):
     run = {i.name: attention.of_arguments(i.run) for i in attention.implementations if i.device == "cpu"}
     run["reference"] = attention.reference
     for arguments, layer, new, names in (
-        (case.batch(NEW, layers=2), 1, NEW, ("reference", "tiled", "fixed tiles")),
-        (case.packed(), 0, LENGTHS, ("reference", "packed", "fixed tiles")),
+        (case.batch(NEW, layers=2), 1, NEW, ("reference", "tiled", "batch-invariant tiles")),
+        (case.packed(), 0, LENGTHS, ("reference", "packed", "batch-invariant tiles")),
     ):
         wanted = case.wanted(new, window, sinks=sinks, scale=0.3)
         for name in names:

@@ -147,7 +147,7 @@ def signed(word: int) -> list[int]:
 
 
 def test_assembly_makes_numbers_of_int8_by_halves_and_by_pairs() -> None:
-    decode_rounded = pytest.importorskip("strata.kernels.attention.decode_rounded")
+    decode_rounded = pytest.importorskip("strata.kernels.attention.decode_quantized")
 
     def text_of(name: str) -> str:
         found = getattr(decode_rounded, name)

@@ -11,10 +11,10 @@ from torch import Tensor
 from strata.comm.join_heads import join_heads, joined
 from strata.comm.operations import Along
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.attention.divided.kept import kept_attention
-from strata.kernels.attention.partial import Part, partial_attention, partial_attention_gradients
+from strata.kernels.attention.dcp.dcp import dcp_attention
+from strata.kernels.attention.partial import VisibleKeys, partial_attention, partial_attention_gradients
 from strata.kernels.attention.spec import AttentionSpec
-from strata.kernels.state.kept_keys import KeptKeys
+from strata.kernels.state.dcp_shard import DcpShard
 from tests.kernels.attention.cases import KEPT_LENGTHS as LENGTHS
 from tests.kernels.attention.cases import KEPT_NEW as NEW
 from tests.kernels.attention.cases import Case, kept_batch
@@ -22,16 +22,16 @@ from tests.kernels.attention.cases import Case, kept_batch
 HEADS, KV_HEADS, WIDTH, SCALE = 4, 2, 8, 0.3
 
 
-def part_of(queries: list[int], keys: list[int], causal: bool) -> Part:
+def part_of(queries: list[int], keys: list[int], causal: bool) -> VisibleKeys:
     offsets = (torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in (queries, keys))
-    return Part(*offsets, max(queries), max(keys), causal)
+    return VisibleKeys(*offsets, max(queries), max(keys), causal)
 
 
 def draw(rows: int, heads: int) -> Tensor:
     return torch.randn(rows, heads, WIDTH, dtype=torch.float64)
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+def plain(q: Tensor, k: Tensor, v: Tensor, part: VisibleKeys) -> tuple[Tensor, Tensor]:
     """One query and head at a time."""
     out, sums = torch.empty_like(q), q.new_empty(q.shape[:2])
     rows = []
@@ -106,7 +106,7 @@ def test_costs_are_those_counted_by_hand() -> None:
         k.shape,
         k.shape,
     ]
-    causal = Part(part.q_offsets, part.q_offsets, 3, 3, True)
+    causal = VisibleKeys(part.q_offsets, part.q_offsets, 3, 3, True)
     pairs = 1 + 2 + 1 + 2 + 3
     assert partial_attention.cost(q, q, q, causal, SCALE, workload=Workload((2, 3), (2, 3))).flops == 4 * pairs * 32
 
@@ -141,14 +141,14 @@ SPEC = AttentionSpec(0, 0.3)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("implementation", ["reference", "by sequence"])
 def test_every_query_of_a_mixed_batch(implementation: str, ranks: int) -> None:
-    run = kept_attention.reference
+    run = dcp_attention.reference
     if implementation != "reference":
-        (made,) = (one for one in kept_attention.implementations if one.name == implementation)
-        run = kept_attention.of_arguments(made.run)
+        (made,) = (one for one in dcp_attention.implementations if one.name == implementation)
+        run = dcp_attention.of_arguments(made.run)
     case = Case.random(LENGTHS, heads=6, kv_heads=2, head_dim=20)
     found = []
     for rank in range(ranks):
-        kept = KeptKeys(ranks, rank)
+        kept = DcpShard(ranks, rank)
         found.append(run(*kept_batch(case, NEW, kept), SPEC, kept))
         assert not bool(found[-1][0].isnan().any())
     mixed, sums = (torch.stack(parts) for parts in zip(*found, strict=True))
@@ -161,26 +161,26 @@ def test_every_query_of_a_mixed_batch(implementation: str, ranks: int) -> None:
 
 
 def test_bfloat16_by_the_library_is_near_the_reference() -> None:
-    case, kept = Case.random(LENGTHS, heads=4, kv_heads=1, head_dim=32, dtype=torch.bfloat16), KeptKeys(2, 1)
+    case, kept = Case.random(LENGTHS, heads=4, kv_heads=1, head_dim=32, dtype=torch.bfloat16), DcpShard(2, 1)
     given = *kept_batch(case, NEW, kept), SPEC, kept
-    for found, wanted in zip(kept_attention(*given), kept_attention.reference(*given), strict=True):
+    for found, wanted in zip(dcp_attention(*given), dcp_attention.reference(*given), strict=True):
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
 
 
 def test_rows_of_padding_are_finite() -> None:
-    case, kept = Case.random([7, 3], heads=2, kv_heads=1, head_dim=16), KeptKeys(2, 0)
+    case, kept = Case.random([7, 3], heads=2, kv_heads=1, head_dim=16), DcpShard(2, 0)
     q, k, v, batch = kept_batch(case, [1, 1], kept)
     batch.pages.lengths[1] = 0
-    mixed, sums = kept_attention(q, k, v, batch, SPEC, kept)
+    mixed, sums = dcp_attention(q, k, v, batch, SPEC, kept)
     assert bool(mixed.isfinite().all())
     assert bool(joined(mixed[None], sums[None]).isfinite().all())
 
 
 def test_costs_by_hand() -> None:
     """A decode of 5 tokens, of which rank 1 of 2 keeps 2; and a chunk of positions 2 and 3, which see 1 and 2 there."""
-    case, kept = Case.random([5, 4], heads=4, kv_heads=2, head_dim=16, dtype=torch.bfloat16), KeptKeys(2, 1)
-    cost = kept_attention.cost(*kept_batch(case, [1, 2], kept), SPEC, kept, workload=Workload((1, 2), (5, 4)))
+    case, kept = Case.random([5, 4], heads=4, kv_heads=2, head_dim=16, dtype=torch.bfloat16), DcpShard(2, 1)
+    cost = dcp_attention.cost(*kept_batch(case, [1, 2], kept), SPEC, kept, workload=Workload((1, 2), (5, 4)))
     keys, written = 2 * (2 + 2) * 2 * 16 * 2, 3 * 4 * (16 + 1) * 4
     assert cost == Cost(4 * 4 * 16 * (2 + 1 + 2), 3 * 4 * 16 * 2 + keys, written, cached=keys)
     mixed, sums = torch.empty(3, 4, 16, device="meta"), torch.empty(3, 4, device="meta")

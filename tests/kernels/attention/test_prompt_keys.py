@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from strata.kernels.attention.prompt_keys import reference
-from strata.kernels.attention.virtual_sequences import KEY_BLOCK, Rows, as_virtual_sequences, virtual_sequences
+from strata.kernels.attention.query_chunks import KEY_BLOCK, Rows, as_query_chunks, query_chunks
 from strata.kernels.state.paged import PagedKV
 from tests.kernels.attention.test_query_chunks import Step, random_step, tensors
 
@@ -38,8 +38,8 @@ def test_each_prompt_has_its_keys_from_where_its_virtual_sequences_begin(page_si
     for seed in range(12):
         step = random_step(random.Random(seed), 8, 6000)
         pages, given = pages_of(step, page_size)
-        division = virtual_sequences(given["offsets"], given["lengths"], given["bounds"], ROWS)
-        gathered = reference(pages, 0, as_virtual_sequences(division, ROWS), LONGEST)
+        division = query_chunks(given["offsets"], given["lengths"], given["bounds"], ROWS)
+        gathered = reference(pages, 0, as_query_chunks(division, ROWS), LONGEST)
         begin = 0
         for sequence in range(step.decodes, len(step.new)):
             total = step.totals[sequence]

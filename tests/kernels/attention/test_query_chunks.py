@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.kernels.attention.virtual_sequences import (
+from strata.kernels.attention.query_chunks import (
     KEY_BLOCK,
     MAX_GATHERED,
     MAX_PROMPTS,
+    MAX_QUERY_CHUNKS,
     MAX_TOKENS,
     QUERIES,
-    VIRTUAL,
+    QueryChunks,
     Rows,
-    VirtualSequences,
-    as_virtual_sequences,
-    fresh_rows,
+    as_query_chunks,
     gathered_keys,
     keys_in_blocks,
-    virtual_sequences,
+    pure_prefill_rows,
+    query_chunks,
 )
 
 
@@ -38,9 +38,9 @@ class Step(NamedTuple):
         return [held + count for held, count in zip(self.cached, self.new, strict=True)]
 
 
-def random_step(draw: random.Random, most_prompts: int, most_tokens: int) -> Step:
-    decodes, prompts = draw.randrange(40), draw.randrange(most_prompts + 1)
-    new, left = [1] * decodes, most_tokens - decodes
+def random_step(draw: random.Random, max_prompts: int, token_limit: int) -> Step:
+    decodes, prompts = draw.randrange(40), draw.randrange(max_prompts + 1)
+    new, left = [1] * decodes, token_limit - decodes
     for _ in range(prompts):
         count = min(left, draw.choice([1, 2, 15, 16, 17, 100, 511, 1023, 1024, 1025, 2048, 3000, 8000]))
         if count:
@@ -50,11 +50,11 @@ def random_step(draw: random.Random, most_prompts: int, most_tokens: int) -> Ste
     return Step(tuple(cached), tuple(new), decodes)
 
 
-def random_fresh(draw: random.Random, most_prompts: int, most_tokens: int) -> tuple[int, ...]:
+def random_fresh(draw: random.Random, max_prompts: int, token_limit: int) -> tuple[int, ...]:
     """New tokens of prompts that have no others; the last leaves room for a whole block."""
     new: list[int] = []
-    left = most_tokens - 127
-    for _ in range(draw.randrange(1, most_prompts + 1)):
+    left = token_limit - 127
+    for _ in range(draw.randrange(1, max_prompts + 1)):
         count = min(left, draw.choice([1, 2, 15, 127, 128, 129, 511, 1023, 1024, 1025, 2048, 3000, 8000]))
         if count:
             new.append(count)
@@ -62,13 +62,13 @@ def random_fresh(draw: random.Random, most_prompts: int, most_tokens: int) -> tu
     return tuple(new)
 
 
-def tensors(step: Step, sequences: int, tokens: int, most_pages: int, page_size: int) -> dict[str, Tensor]:
-    """What a recording of a size holds of a step: offsets, lengths, bounds, and tables that are right as far as the
+def tensors(step: Step, sequences: int, tokens: int, page_limit: int, page_size: int) -> dict[str, Tensor]:
+    """What a CUDA graph of a size holds of a step: offsets, lengths, bounds, and tables that are right as far as the
     sequences go, with pages of nobody behind."""
     spare = sequences - len(step.new)
     ends = torch.tensor((0, *step.new), dtype=torch.int32).cumsum(0).tolist() + [tokens] * spare
     lengths = step.totals + [0] * spare
-    tables = torch.full((sequences, most_pages), 10**6, dtype=torch.int32)
+    tables = torch.full((sequences, page_limit), 10**6, dtype=torch.int32)
     page = 0
     for sequence, total in enumerate(lengths):
         used = -(-total // page_size)
@@ -83,8 +83,8 @@ def tensors(step: Step, sequences: int, tokens: int, most_pages: int, page_size:
 
 
 ROWS = Rows(40 * 128, 32 * 128, 8 * 128, 9 * 128)
-FRESH = Rows(40 * 128, 32 * 128, 40 * 128, 48 * 128, fresh=True)
-MOST_PAGES = 1024
+FRESH = Rows(40 * 128, 32 * 128, 40 * 128, 48 * 128, pure_prefill=True)
+MAX_PAGES = 1024
 STEPS = [
     Step((), (), 0),
     Step((5, 900), (1, 1), 2),
@@ -96,14 +96,14 @@ STEPS = [
 ]
 
 
-def divided(given: dict[str, Tensor], rows: Rows) -> VirtualSequences:
+def divided(given: dict[str, Tensor], rows: Rows) -> QueryChunks:
     names = "offsets", "lengths", "bounds"
-    return as_virtual_sequences(virtual_sequences(*(given[name] for name in names), rows), rows)
+    return as_query_chunks(query_chunks(*(given[name] for name in names), rows), rows)
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: f"{len(step.new)} of {sum(step.new)}")
 def test_each_query_once_with_its_keys(step: Step) -> None:
-    given = tensors(step, len(step.new) + 3, MAX_TOKENS, MOST_PAGES, 16)
+    given = tensors(step, len(step.new) + 3, MAX_TOKENS, MAX_PAGES, 16)
     virtual = divided(given, ROWS)
     wanted, row, block = set(), 0, 0
     block_ends, sequences = [], []
@@ -126,7 +126,7 @@ def test_each_query_once_with_its_keys(step: Step) -> None:
         if not count:
             assert (query_starts[at], result_starts[at], key_starts[at], value_starts[at], keys[at]) == (0, 0, 0, 0, 0)
             continue
-        assert at < VIRTUAL
+        assert at < MAX_QUERY_CHUNKS
         first, rest = divmod(query_starts[at], ROWS.queries)
         assert (rest, result_starts[at]) == (0, first * ROWS.result)
         begin, rest = divmod(key_starts[at], ROWS.keys)
@@ -137,7 +137,7 @@ def test_each_query_once_with_its_keys(step: Step) -> None:
 
 
 def test_the_longest_part_of_a_prompt_comes_first() -> None:
-    given = tensors(Step((0, 0), (3000, 2500), 0), 2, 5500, MOST_PAGES, 16)
+    given = tensors(Step((0, 0), (3000, 2500), 0), 2, 5500, MAX_PAGES, 16)
     keys = divided(given, ROWS).lengths[1]
     assert keys[:7].tolist() == [2500, 2048, 1024, 3000, 2048, 1024, 0]
 
@@ -157,8 +157,8 @@ FRESH_STEPS = [
 def test_fresh_prompts_see_their_own_rows(new: tuple[int, ...]) -> None:
     """Each query once with the keys up to its own; beside them as many as make the last prompt's blocks whole, and no
     block reads a row that has no result."""
-    size = fresh_rows(new)
-    given = tensors(Step((0,) * len(new), new, 0), len(new) + 1, size, MOST_PAGES, 16)
+    size = pure_prefill_rows(new)
+    given = tensors(Step((0,) * len(new), new, 0), len(new) + 1, size, MAX_PAGES, 16)
     virtual, apart = divided(given, FRESH), divided(given, FRESH._replace(keys=8 * 128))
     assert apart.starts[2].equal(virtual.starts[2] // FRESH.queries * 8 * 128)
     assert apart.starts[[0, 1, 3]].equal(virtual.starts[[0, 1, 3]])
@@ -180,12 +180,12 @@ def test_fresh_prompts_see_their_own_rows(new: tuple[int, ...]) -> None:
         assert begin + -(-keys // KEY_BLOCK) * KEY_BLOCK <= size
     assert len(found) == len(wanted)
     assert set(found) == wanted
-    assert int((virtual.lengths[0] > 0).sum()) <= VIRTUAL
+    assert int((virtual.lengths[0] > 0).sum()) <= MAX_QUERY_CHUNKS
     assert 0 <= size - sum(new) < KEY_BLOCK
 
 
 def test_a_fresh_step_without_prompts_has_no_virtual_sequences() -> None:
-    given = tensors(Step((), (), 0), 3, MAX_TOKENS, MOST_PAGES, 16)
+    given = tensors(Step((), (), 0), 3, MAX_TOKENS, MAX_PAGES, 16)
     virtual = divided(given, FRESH)
     assert not any(part.any() for part in virtual[:3])
 

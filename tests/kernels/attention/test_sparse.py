@@ -11,7 +11,7 @@ from torch import Tensor
 
 from strata.hardware.roofline import Workload
 from strata.kernels.attention.attention import attention
-from strata.kernels.attention.sparse.block_choice import BlockChoice, kept_blocks, pooled_scores
+from strata.kernels.attention.sparse.block_choice import BlockChoice, chosen_blocks, pooled_scores
 from strata.kernels.attention.sparse.decodes import page_sparse_attention
 from strata.kernels.attention.sparse.page_choice import PageChoice, write_bounds
 from strata.kernels.attention.sparse.prompts import block_sparse_attention
@@ -100,7 +100,7 @@ def test_costs_of_chosen_pages_are_of_what_is_read() -> None:
     assert found.written - dense.written == 2 * 2 * 64
 
 
-BLOCKS = BlockChoice(share=0.5, least_keys=60, block=16, stride=4, local=1)
+BLOCKS = BlockChoice(share=0.5, min_keys=60, block=16, stride=4, local=1)
 LENGTHS, NEW = [40, 70, 50, 128, 203], [1, 1, 20, 128, 77]
 
 
@@ -143,7 +143,7 @@ def by_query(case: Case, sequence: int, new: int, choice: BlockChoice, sinks: Te
         for first in range(total - new, total, choice.block):
             last = min(first + choice.block, total)
             kept = set(range(total))
-            if new > 1 and total >= choice.least_keys:
+            if new > 1 and total >= choice.min_keys:
                 weights = weights_of_blocks(q[first:last, members], k[:, of], first, total - new, choice)
                 kept = chosen(weights, first, last - 1, choice)
                 kept_in_all, seen_in_all = kept_in_all + len(kept), seen_in_all + (last - 1) // choice.block + 1
@@ -172,7 +172,7 @@ def test_every_query_sees_the_blocks_that_its_block_keeps(case: Case, sinks: Ten
 def test_all_is_kept_of_the_whole_share_and_of_short_sequences(case: Case) -> None:
     given = case.batch(NEW, layers=2)
     wanted = attention.reference(*given, SPEC)
-    for choice in (BLOCKS._replace(share=1.0), BLOCKS._replace(least_keys=204)):
+    for choice in (BLOCKS._replace(share=1.0), BLOCKS._replace(min_keys=204)):
         torch.testing.assert_close(block_sparse_attention.reference(*given, SPEC, choice), wanted)
     assert not torch.allclose(block_sparse_attention.reference(*given, SPEC, BLOCKS), wanted, atol=1e-3)
     packed = case.packed()
@@ -191,17 +191,17 @@ def test_a_single_key_among_many_is_found() -> None:
     q, keys = torch.randn(64, 2, 16) * 0.2, torch.randn(1024, 16) * 0.2
     keys[333] = 3 * torch.ones(16)
     q[40, 1] = 3 * torch.ones(16)
-    choice = BlockChoice(share=0.3, least_keys=0, block=64, stride=8, local=0)
-    kept = kept_blocks(pooled_scores(q, keys, choice, 0.25), 64, 1024, choice)
+    choice = BlockChoice(share=0.3, min_keys=0, block=64, stride=8, local=0)
+    kept = chosen_blocks(pooled_scores(q, keys, choice, 0.25), 64, 1024, choice)
     assert kept[0, 333 // 64]
     assert kept.sum() < 12
 
 
 @pytest.mark.parametrize("share", [0.2, 0.7, 0.95])
 def test_the_fewest_blocks_hold_the_share(share: float) -> None:
-    choice = BlockChoice(share, least_keys=0, block=16, stride=4, local=1)
+    choice = BlockChoice(share, min_keys=0, block=16, stride=4, local=1)
     scores = pooled_scores(torch.randn(50, 3, 16), torch.randn(301, 16), choice, 0.7)
-    kept, enough = kept_blocks(scores, 50, 301, choice), share * scores.sum(1)
+    kept, enough = chosen_blocks(scores, 50, 301, choice), share * scores.sum(1)
     assert ((scores * kept).sum(1) >= enough - 1e-6).all()
     for row, first in enumerate(range(251, 301, 16)):
         free = kept[row].clone()

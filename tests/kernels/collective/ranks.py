@@ -23,10 +23,10 @@ from strata.comm.all_reduce_cuda import one_shot_gather
 from strata.comm.experts import rows
 from strata.comm.mesh import Axis
 from strata.comm.symmetric import InboxLayout, SymmetricMemory
-from strata.kernels.collective import all_reduce, rounded_parts
-from strata.kernels.collective.flagged import FLAGGED_PROGRAMS
-from strata.kernels.linear.skinny import SkinnyProduct, multiply
-from strata.kernels.linear.skinny_tiles import SkinnyTile
+from strata.kernels.collective import all_reduce, quantized_shards
+from strata.kernels.collective.low_latency import LL_PROGRAMS
+from strata.kernels.linear.small_m import SmallMProduct, multiply
+from strata.kernels.linear.small_m_tiles import SmallMTile
 from strata.kernels.triton_import import tl, triton
 
 from ..interpreter import prepare_interpreter
@@ -36,7 +36,7 @@ SHAPES = {
     "one_shot": [(3, 130), (40, 64)],
     "two_shot": [(3, 130), (70, 130)],
     "one_shot_norm": [(3, 132), (2, 132)],
-    "flagged_norm": [(3, 132), (5, 132)],
+    "ll_norm": [(3, 132), (5, 132)],
     "gather_rows": [(3, 130), (40, 64)],
     "gather_columns": [(3, 130), (40, 64)],
     "gather_keys": [(33, 4), (300, 4)],
@@ -44,9 +44,9 @@ SHAPES = {
 }
 # Products that are sent, in float16, in calls by turns: tile, rows, width. The last goes over its edges.
 SENT = (
-    (SkinnyTile("gemv", 8, 128, 4), 3, 128),
-    (SkinnyTile("gemv", 4, 64, 4), 1, 192),
-    (SkinnyTile("dot", 32, 64, 4, rows=16), 5, 192),
+    (SmallMTile("gemv", 8, 128, 4), 3, 128),
+    (SmallMTile("gemv", 4, 64, 4), 1, 192),
+    (SmallMTile("dot", 32, 64, 4, rows=16), 5, 192),
 )
 SENT_COLUMNS = 136
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
@@ -68,7 +68,7 @@ def norm_inputs(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Ten
     return numbers(50, 0, shape, dtype), numbers(51, 0, shape, dtype)[0]
 
 
-def sent_inputs(rank: int, call: int) -> tuple[SkinnyTile, Tensor, Tensor, Tensor]:
+def sent_inputs(rank: int, call: int) -> tuple[SmallMTile, Tensor, Tensor, Tensor]:
     """The tile, x and the weight of a rank, and the residual, which all ranks have."""
     tile, rows, width = SENT[call % len(SENT)]
     x, weight = (
@@ -83,8 +83,8 @@ def run_sent(axis: Axis, rank: int, call: int) -> tuple[Tensor, ...]:
     tile, x, weight, residual = sent_inputs(rank, call)
     norm_weight = numbers(51, 0, (1, SENT_COLUMNS), torch.half)[0]
     launches._tile = lambda x, weight: tile
-    found = launches.sent_product_norm(x, axis, weight, residual, norm_weight, 1e-5)
-    (stored,) = multiply(SkinnyProduct(x, weight), tile)
+    found = launches.gemm_all_reduce_norm(x, axis, weight, residual, norm_weight, 1e-5)
+    (stored,) = multiply(SmallMProduct(x, weight), tile)
     for one, other in zip(found, launches.one_shot_norm(stored, axis, residual, norm_weight, 1e-5), strict=True):
         assert torch.equal(one, other), (tile, call)
     return found
@@ -92,11 +92,11 @@ def run_sent(axis: Axis, rank: int, call: int) -> tuple[Tensor, ...]:
 
 def run_rank(folder: Path, rank: int, ranks: int, dtype: torch.dtype) -> None:
     all_reduce._acquired = _read
-    launches.PROGRAMS = launches.FLAGGED_PROGRAMS = 2  # so that a program takes several rows
+    launches.PROGRAMS = launches.LL_PROGRAMS = 2  # so that a program takes several rows
     words = InboxLayout.of(ranks).end
     boxes = [torch.from_file(str(folder / f"inbox-{peer}"), True, words, dtype=torch.int32) for peer in range(ranks)]
     peers = torch.tensor([box.data_ptr() for box in boxes])
-    memory = SymmetricMemory(boxes[rank], peers, torch.zeros(3, FLAGGED_PROGRAMS, dtype=torch.int32), None)
+    memory = SymmetricMemory(boxes[rank], peers, torch.zeros(3, LL_PROGRAMS, dtype=torch.int32), None)
     axis = Axis("tp", ranks, rank, tuple(range(ranks)), None, symmetric=memory)
     found = {}
     for call in range(CALLS):
@@ -126,13 +126,13 @@ def run_parts(folder: Path) -> None:
         numbers = torch.randn(2, 5, ranks * width, generator=torch.Generator().manual_seed(width))
         x = numbers[0] * numbers[1].mul(3).exp()
         x[1], x[2, 3], x[4, 0] = 0.0, float("inf"), float("nan")
-        sent = rounded_parts.round_parts.reference(x, ranks)
-        total = rounded_parts.sum_parts.reference(sent, width)
-        wide = rounded_parts.widen_parts.reference(sent, width, torch.float32)
+        sent = quantized_shards.quantize_shards.reference(x, ranks)
+        total = quantized_shards.sum_shards.reference(sent, width)
+        wide = quantized_shards.dequantize_shards.reference(sent, width, torch.float32)
         found += [
-            _same_parts(rounded_parts._round(x, ranks), sent, width),
-            _same_parts(rounded_parts._sum(sent, width), total, width),
-            torch.equal(rounded_parts._widen(sent, width, torch.float32).nan_to_num(1e9), wide.nan_to_num(1e9)),
+            _same_parts(quantized_shards._round(x, ranks), sent, width),
+            _same_parts(quantized_shards._sum(sent, width), total, width),
+            torch.equal(quantized_shards._widen(sent, width, torch.float32).nan_to_num(1e9), wide.nan_to_num(1e9)),
         ]
     (folder / "parts.json").write_text(json.dumps(found))
 
@@ -140,7 +140,7 @@ def run_parts(folder: Path) -> None:
 def _same_parts(found: Tensor, wanted: Tensor, width: int) -> bool:
     """But for signs of zeros, and what fills parts up."""
     behind = -(-width // 16) * 16
-    exponents = slice(behind, behind - (-width // rounded_parts.GROUP))
+    exponents = slice(behind, behind - (-width // quantized_shards.GROUP))
     values, others = (one[..., :width].contiguous().view(torch.float8_e4m3fn).float() for one in (found, wanted))
     return torch.equal(found[..., exponents], wanted[..., exponents]) and torch.equal(values, others)
 

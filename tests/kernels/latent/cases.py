@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from strata.comm.join_heads import joined
-from strata.kernels.attention.batch_parts import BatchParts
+from strata.kernels.attention.batch_split import BatchSplit
 from strata.kernels.attention.spec import AttentionSpec, Sequences
-from strata.kernels.latent.divided import absorb_queries, expand_values
+from strata.kernels.latent.dcp import absorb_queries, expand_values
 from strata.kernels.latent.forms import Dims
-from strata.kernels.state.kept_keys import KeptKeys
+from strata.kernels.state.dcp_shard import DcpShard
 from strata.kernels.state.paged import PagedKV
 
 SPEC = AttentionSpec(0, 0.3)
@@ -49,7 +49,7 @@ def make_call(
     return q, torch.cat(rows), weight, Sequences(offsets, max(new), kept), SPEC
 
 
-def with_parts(call: Call, decodes: int, *, recorded: bool) -> Call:
+def with_parts(call: Call, decodes: int, *, captured: bool) -> Call:
     """The same step, of which the first sequences are known to decode, or only the device knows it."""
     q, row, weight, batch, spec = call
     assert batch.pages is not None
@@ -57,25 +57,25 @@ def with_parts(call: Call, decodes: int, *, recorded: bool) -> Call:
     lengths[decodes:] = 0
     starts[:decodes] = batch.offsets[1 : decodes + 1]
     bounds = torch.tensor([decodes, len(lengths)], dtype=torch.int32)
-    begin = not recorded and bool((batch.pages.lengths == batch.offsets.diff())[decodes:].all())
-    parts = BatchParts(lengths, starts, bounds, None if recorded else decodes, begin=begin)
+    begin = not captured and bool((batch.pages.lengths == batch.offsets.diff())[decodes:].all())
+    parts = BatchSplit(lengths, starts, bounds, None if captured else decodes, begin=begin)
     return q, row, weight, batch._replace(pages=replace(batch.pages, parts=parts)), spec
 
 
 def by_ranks(call: Call, ranks: int, attend: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
-    """What `latent_attention` finds, by ranks of which each attends as `kept_latent_attention` to the rows it keeps."""
+    """What `latent_attention` finds, by ranks of which each attends as `dcp_latent_attention` to the rows it keeps."""
     q, row, weight, batch, spec = call
     dims = Dims.of(q, row, weight)
     queries = absorb_queries(q, weight, dims.value)
     found = []
     for rank in range(ranks):
-        kept = KeptKeys(ranks, rank)
+        kept = DcpShard(ranks, rank)
         found.append(attend(queries, row, _kept(batch, kept), spec, kept, dims.rank))
     mixed, sums = (torch.stack(parts) for parts in zip(*found, strict=True))
     return expand_values(joined(mixed, sums).to(q.dtype), weight, dims.value)
 
 
-def _kept(batch: Sequences, kept: KeptKeys) -> Sequences:
+def _kept(batch: Sequences, kept: DcpShard) -> Sequences:
     """The same step with what a rank keeps in the first pages of each sequence."""
     pages = batch.pages
     assert pages is not None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from strata.kernels.latent import cuda, expanded_cuda
 from strata.kernels.latent.attention import latent_attention
-from strata.kernels.latent.divided import kept_latent_attention
+from strata.kernels.latent.dcp import dcp_latent_attention
 from strata.kernels.latent.forms import Dims, LatentCall
 from strata.kernels.rotary.rope import rope_angles, tail_rope
 from strata.kernels.state.latent_write import latent_write
@@ -39,9 +39,9 @@ def exactly(call: Call) -> Tensor:
 def check(call: Call) -> None:
     """In float32 it is near; nothing that a launch leaves out may be a number by chance."""
     exact = exactly(call)
-    for attend in (cuda.attend, cuda.attend_fixed, expanded_cuda.attend):
+    for attend in (cuda.attend, cuda.attend_batch_invariant, expanded_cuda.attend):
         assert (attend(LatentCall(*call)) - exact).abs().max() < 2e-5
-    by_kernels = kept_latent_attention.of_arguments(cuda.attend_dcp)
+    by_kernels = dcp_latent_attention.of_arguments(cuda.attend_dcp)
     for ranks in (1, 2, 3):
         assert (by_ranks(call, ranks, by_kernels) - exact).abs().max() < 2e-5
 
@@ -52,14 +52,14 @@ def test_fixed_bits() -> None:
     q, row, weight, batch, spec = whole
     pages = batch.pages
     assert pages is not None
-    wanted = cuda.attend_fixed(LatentCall(*whole))
+    wanted = cuda.attend_batch_invariant(LatentCall(*whole))
     for first, last in ((0, 7), (7, 19), (18, 19)):
         part = pages.__class__(
             pages.keys, (), pages.tables, torch.tensor([last], dtype=torch.int32), pages.slot_mapping
         )
         offsets = torch.tensor([0, last - first], dtype=torch.int32)
         step = batch._replace(offsets=offsets, longest=last - first, pages=part)
-        found = cuda.attend_fixed(LatentCall(q[first:last], row[first:last], weight, step, spec))
+        found = cuda.attend_batch_invariant(LatentCall(q[first:last], row[first:last], weight, step, spec))
         assert torch.equal(found, wanted[first:last])
 
 
@@ -67,7 +67,7 @@ def test_what_is_read() -> None:
     """Prompts that begin read the step's rows and no pages, the others pages and no rows of the step."""
     whole = make_call(SMALL, (1, 35, 1, 4), (1, 35, 1, 4))
     exact = exactly(whole)
-    q, row, weight, batch, spec = with_parts(whole, 0, recorded=False)
+    q, row, weight, batch, spec = with_parts(whole, 0, captured=False)
     pages = batch.pages
     assert pages is not None
     nothing = torch.full_like(pages.keys[0], float("nan"))
@@ -75,8 +75,8 @@ def test_what_is_read() -> None:
     assert (expanded_cuda.attend(LatentCall(q, row, weight, empty, spec)) - exact).abs().max() < 2e-5
     call = make_call(SMALL, (1, 6, 11, 5), (40, 20, 11, 33))
     exact = exactly(call)
-    for recorded in (False, True):
-        q, row, weight, batch, spec = with_parts(call, 1, recorded=recorded)
+    for captured in (False, True):
+        q, row, weight, batch, spec = with_parts(call, 1, captured=captured)
         unread = row.clone()
         unread[:7] = unread[18:] = float("nan")
         assert (expanded_cuda.attend(LatentCall(q, unread, weight, batch, spec)) - exact).abs().max() < 2e-5
@@ -109,11 +109,11 @@ def test_padding() -> None:
         lengths[2] = 0
         call = q, row, weight, batch._replace(pages=replace(pages, lengths=lengths)), spec
         exact = exactly(call)
-        for recorded in (False, True):
-            given = with_parts(call, 1, recorded=recorded)
+        for captured in (False, True):
+            given = with_parts(call, 1, captured=captured)
             assert given[3].pages is not None
             assert given[3].pages.parts is not None
-            if not recorded:  # what the host knows of sequences it does not know of padding
+            if not captured:  # what the host knows of sequences it does not know of padding
                 parts = replace(given[3].pages.parts, begin=total[1] == 40)
                 given = (*given[:3], given[3]._replace(pages=replace(given[3].pages, parts=parts)), given[4])
             found = expanded_cuda.attend(LatentCall(*given))
@@ -163,8 +163,8 @@ def test_far_heads() -> None:
     assert torch.equal(out, expected)
 
 
-def parted(dims: Dims, new: tuple[int, ...], total: tuple[int, ...], decodes: int, recorded: bool) -> Call:
-    return with_parts(make_call(dims, new, total), decodes, recorded=recorded)
+def parted(dims: Dims, new: tuple[int, ...], total: tuple[int, ...], decodes: int, captured: bool) -> Call:
+    return with_parts(make_call(dims, new, total), decodes, captured=captured)
 
 
 STEPS = [
@@ -176,8 +176,8 @@ STEPS = [
 ]
 # Longer than a tile of queries, begun before and now, and a prompt of one token.
 EXPANDED = [make_call(SMALL, (70, 1, 33), (70, 1, 34))]
-EXPANDED += [parted(SMALL, (1, 67, 1, 8), (9, 67, 1, 8), 1, recorded) for recorded in (False, True)]
-EXPANDED += [parted(SMALL, (1, 1, 35, 9), (40, 9, 35, 20), 2, recorded) for recorded in (False, True)]
+EXPANDED += [parted(SMALL, (1, 67, 1, 8), (9, 67, 1, 8), 1, captured) for captured in (False, True)]
+EXPANDED += [parted(SMALL, (1, 1, 35, 9), (40, 9, 35, 20), 2, captured) for captured in (False, True)]
 
 
 @pytest.mark.parametrize("call", STEPS)

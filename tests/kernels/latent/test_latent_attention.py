@@ -12,10 +12,10 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.spec import Sequences
 from strata.kernels.latent import cpu as latent_cpu
 from strata.kernels.latent.attention import ABSORBED, PROMPTS_EXPANDED, latent_attention
-from strata.kernels.latent.divided import absorb_queries, expand_values, kept_latent_attention
+from strata.kernels.latent.dcp import absorb_queries, dcp_latent_attention, expand_values
 from strata.kernels.latent.forms import Dims, expanded
 from strata.kernels.rotary.rope import rope_angles
-from strata.kernels.state.kept_keys import KeptKeys
+from strata.kernels.state.dcp_shard import DcpShard
 from strata.kernels.state.latent_write import latent_write
 from tests.kernels.launches.noted import empty as meta
 
@@ -137,8 +137,8 @@ def test_costs_are_the_hand_counts() -> None:
 LITE = Dims(heads=16, nope=128, rope=64, rank=512, value=128)
 
 
-def of_lite(new: tuple[int, ...], total: tuple[int, ...], decodes: int, *, recorded: bool) -> Call:
-    return with_parts(make_call(LITE, new, total, torch.bfloat16), decodes, recorded=recorded)
+def of_lite(new: tuple[int, ...], total: tuple[int, ...], decodes: int, *, captured: bool) -> Call:
+    return with_parts(make_call(LITE, new, total, torch.bfloat16), decodes, captured=captured)
 
 
 def test_prompts_are_expanded_where_the_kernel_fits_their_heads() -> None:
@@ -160,19 +160,19 @@ def test_what_begins_and_what_the_host_knows_decide_what_is_launched() -> None:
     bound = latent_attention.bind("cuda")
     decode, prompt = ("latent_decode_kernel", "latent_join_kernel"), "latent_prompt_kernel"
     expanded = "(cuBLAS)", "expanded_prompt_kernel"
-    alone = of_lite((5, 3), (5, 3), 0, recorded=False)
+    alone = of_lite((5, 3), (5, 3), 0, captured=False)
     assert bound.launches(*alone) == expanded
     assert bound.scratch(*alone) == 8 * 16 * 256 * 2
-    beside = of_lite((1, 4, 3), (9, 4, 3), 1, recorded=False)
+    beside = of_lite((1, 4, 3), (9, 4, 3), 1, captured=False)
     assert bound.launches(*beside) == ("(cuBLAS)", *decode, "(cuBLAS)", *expanded)
     one = 2 * 16 * 512 * 2 + 4 * 16 * 513  # of tables of 12 keys, which are one split
     assert bound.scratch(*beside) == max(one, 8 * 16 * 256 * 2)
-    after = of_lite((1, 4, 3), (9, 5, 3), 1, recorded=False)
+    after = of_lite((1, 4, 3), (9, 5, 3), 1, captured=False)
     assert bound.launches(*after) == ("(cuBLAS)", *decode, prompt, "(cuBLAS)", *expanded)
     assert bound.scratch(*after) == 8 * 2 * 16 * 512 * 2 + 4 * 16 * 513
-    recorded = of_lite((1, 4, 3), (9, 4, 3), 1, recorded=True)
-    assert bound.launches(*recorded) == ("(cuBLAS)", *decode, prompt, "(cuBLAS)", *expanded)
-    assert bound.scratch(*recorded) == 8 * 2 * 16 * 512 * 2 + 3 * 4 * 16 * 513
+    captured = of_lite((1, 4, 3), (9, 4, 3), 1, captured=True)
+    assert bound.launches(*captured) == ("(cuBLAS)", *decode, prompt, "(cuBLAS)", *expanded)
+    assert bound.scratch(*captured) == 8 * 2 * 16 * 512 * 2 + 3 * 4 * 16 * 513
 
 
 @pytest.mark.parametrize("dims", [DIMS, WIDE_VALUES])
@@ -180,7 +180,7 @@ def test_what_begins_and_what_the_host_knows_decide_what_is_launched() -> None:
 def test_ranks_that_keep_some_rows_find_the_same_together(dims: Dims, ranks: int) -> None:
     call = make_call(dims, *STEP)
     exact = in_space_of_latent(call)
-    for attend in (kept_latent_attention.reference, kept_latent_attention.bind("cpu")):
+    for attend in (dcp_latent_attention.reference, dcp_latent_attention.bind("cpu")):
         assert (by_ranks(call, ranks, attend) - exact).abs().max() < 1e-5
 
 
@@ -200,8 +200,8 @@ def test_costs_of_ranks_that_keep_some_rows_by_hand() -> None:
     assert values == Cost(2 * half, 2 * 2 * 2 * rank + half, 2 * 2 * 2 * 128, weights=half)
     batch = make_call(Dims(2, 128, 64, rank, 128), (1, 1), (1000, 6), torch.bfloat16)[3]
     all_queries, row = (torch.empty(2, *shape, dtype=torch.bfloat16) for shape in ((8, width), (width,)))
-    kept = KeptKeys(4, 1)
-    attended = kept_latent_attention.cost(all_queries, row, batch, SPEC, kept, rank, workload=workload)
+    kept = DcpShard(4, 1)
+    attended = dcp_latent_attention.cost(all_queries, row, batch, SPEC, kept, rank, workload=workload)
     rows = (250 + 2) * width * 2
     flops = 2 * 8 * (width + rank) * (250 + 2)
     assert attended == Cost(flops, 2 * 2 * 8 * width + rows, 4 * 2 * 8 * (rank + 1), cached=rows)

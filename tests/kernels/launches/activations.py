@@ -7,14 +7,14 @@ from functools import partial
 
 import torch
 
-from strata.kernels.activation.rounded_silu_mul import silu_mul_round
+from strata.kernels.activation.quantized_silu_mul import silu_mul_round
 from strata.kernels.activation.sigmoid_gate import sigmoid_gate
 from strata.kernels.activation.silu_mul import gelu_mul, silu_mul
 from strata.kernels.activation.silu_mul_grad import silu_mul_gradients
 from strata.kernels.quant.dequantize import dequantize
 from strata.kernels.quant.expand import expand_on_device
 from strata.kernels.quant.fp8 import quantize
-from strata.kernels.quant.packed import PackedWeight, pack
+from strata.kernels.quant.quantized import QuantizedWeight, pack
 from strata.kernels.quant.round_rows import round_rows
 from strata.kernels.quant.schemes import SCHEMES, SPARSITIES
 from tests.kernels.compiled_for import CompileCase
@@ -44,5 +44,5 @@ def compile_cases() -> Iterator[CompileCase]:
     zeros = empty(*packed.scales.shape, dtype=torch.uint8)
     yield from noted("int4 to bf16", partial(dequantize, packed._replace(zeros=zeros), torch.bfloat16))
     (scheme,) = SPARSITIES.values()
-    sparse = PackedWeight.of(scheme, empty(4096, 1024), empty(4096, 256, dtype=torch.uint8))
+    sparse = QuantizedWeight.of(scheme, empty(4096, 1024), empty(4096, 256, dtype=torch.uint8))
     yield from noted("2:4 to bf16", partial(expand_on_device, sparse))

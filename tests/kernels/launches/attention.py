@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from strata.kernels.attention import cuda, decode_cuda, fixed
+from strata.kernels.attention import batch_invariant, cuda, decode_cuda
 from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.prompt_keys import gather_prompt_keys
+from strata.kernels.attention.query_chunks import Rows, as_query_chunks, query_chunks
 from strata.kernels.attention.sparse import decodes as decodes_file
 from strata.kernels.attention.sparse import prompts as prompts_file
 from strata.kernels.attention.sparse.block_choice import BlockChoice
@@ -17,8 +18,7 @@ from strata.kernels.attention.sparse.choice_triton import pooled_scores_kernel
 from strata.kernels.attention.sparse.page_choice import PageChoice
 from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequences, SparseCall
 from strata.kernels.attention.varlen_triton import attention_kernel
-from strata.kernels.attention.virtual_sequences import Rows, as_virtual_sequences, virtual_sequences
-from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
+from strata.kernels.state.dcp_shard import ALL_KEYS, DcpShard
 from strata.kernels.state.paged import PagedKV
 from tests.kernels.compiled_for import CompileCase
 
@@ -77,7 +77,7 @@ def decode(
     name += f"norm {norm} pools {pools} ranks {ranks}" + " sinks" * sinks + " tables of heads" * of_heads
 
     def launch() -> None:
-        more = {"unfinished": unfinished, "out": out, "sinks": of_sinks, "sums": sums, "kept": KeptKeys(ranks, 0)}
+        more = {"unfinished": unfinished, "out": out, "sinks": of_sinks, "sums": sums, "kept": DcpShard(ranks, 0)}
         decode_cuda.decode(product, heads, head_dim, held, spec, **more)
 
     return noted(name, launch, {decode_attention_kernel: must}, spilled)
@@ -90,7 +90,7 @@ def prompts(
     q, k, v, batch, spec, of_sinks = call_of(dtype, group, head_dim, page_size, window, sinks, pools)
     out, sums, kept = q, None, ALL_KEYS
     if ranks > 1:
-        out, sums, kept = q.float(), empty(*q.shape[:2], dtype=FP32), KeptKeys(ranks, 0)
+        out, sums, kept = q.float(), empty(*q.shape[:2], dtype=FP32), DcpShard(ranks, 0)
     must = () if dtype == FP32 else ("wgmma.mma_async",)
     bounds = ints(2) if bounded else None
     name = f"{dtype} head_dim {head_dim} group {group} page_size {page_size} window {window} pools {pools}"
@@ -115,8 +115,8 @@ def invariant(
     found = []
     for longest in (1000, 1) if page_size else (1000,):
         call = call_of(dtype, group, head_dim, page_size, window, sinks, pools, longest=longest)
-        kernels = {attention_kernel: must, fixed.fixed_decode_kernel: must}
-        found += noted(name + " sinks" * sinks, lambda call=call: fixed.attend(call), kernels)
+        kernels = {attention_kernel: must, batch_invariant.batch_invariant_decode_kernel: must}
+        found += noted(name + " sinks" * sinks, lambda call=call: batch_invariant.attend(call), kernels)
     return found
 
 
@@ -141,15 +141,15 @@ def sparse_decodes() -> list[CompileCase]:
 
 
 def division(sequences: int, fresh: bool) -> list[CompileCase]:
-    rows = Rows(6144, 4096, 6144, 6144, fresh=True) if fresh else Rows(6144, 4096, 1024, 1024)
-    divide = virtual_sequences.bind("cuda")
+    rows = Rows(6144, 4096, 6144, 6144, pure_prefill=True) if fresh else Rows(6144, 4096, 1024, 1024)
+    divide = query_chunks.bind("cuda")
     given = ints(sequences + 1), ints(sequences), ints(2), rows
     return noted(f"of {sequences}" + ", fresh" * fresh, lambda: divide(*given))
 
 
 def gathered(kv_heads: int, head_dim: int, page_size: int) -> list[CompileCase]:
     held = pages(BF16, head_dim, page_size, 4, kv_heads=kv_heads)
-    virtual = as_virtual_sequences(ints(8, 64), Rows(6144, 4096, 1024, 1024))
+    virtual = as_query_chunks(ints(8, 64), Rows(6144, 4096, 1024, 1024))
     return noted(f"{kv_heads} x {head_dim}", lambda: gather_prompt_keys(held, 0, virtual, 4096))
 
 

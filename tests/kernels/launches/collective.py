@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from strata.comm.all_reduce_cuda import (
-    flagged_norm,
+    gemm_all_reduce_norm,
+    ll_norm,
     one_shot,
     one_shot_gather,
     one_shot_norm,
-    sent_product_norm,
     two_shot,
 )
 from strata.comm.experts.rows import scatter_sums
@@ -24,10 +24,10 @@ from strata.kernels.collective.all_reduce import (
     one_shot_norm_kernel,
     two_shot_kernel,
 )
-from strata.kernels.collective.flagged import flagged_norm_kernel
-from strata.kernels.collective.joined_heads import join_packed, pack_heads
-from strata.kernels.collective.rounded_parts import round_parts, sum_parts, widen_parts
-from strata.kernels.collective.sent_products import one_shot_received_norm_kernel
+from strata.kernels.collective.gemm_all_reduce import one_shot_received_norm_kernel
+from strata.kernels.collective.joined_heads import pack_heads, unpack_heads
+from strata.kernels.collective.low_latency import ll_norm_kernel
+from strata.kernels.collective.quantized_shards import dequantize_shards, quantize_shards, sum_shards
 from tests.kernels.compiled_for import CompileCase
 
 from .noted import BF16, EPS, FP16, FP32, empty, noted
@@ -38,7 +38,7 @@ MUST = {
     one_shot_kernel: PACKETS,
     one_shot_norm_kernel: PACKETS,
     two_shot_kernel: FLAGS,
-    flagged_norm_kernel: (*FLAGS, "st.global.v4.b32", "griddepcontrol.wait"),
+    ll_norm_kernel: (*FLAGS, "st.global.v4.b32", "griddepcontrol.wait"),
     gather_rows_kernel: PACKETS,
     one_shot_received_norm_kernel: (PACKETS[0], "griddepcontrol.launch_dependents", "griddepcontrol.wait"),
 }
@@ -65,14 +65,14 @@ def compile_cases() -> Iterator[CompileCase]:
             rows, weight = empty(64, words * numbers, dtype=dtype), empty(words * numbers, dtype=dtype)
             for spilled, run in (
                 (8 * ((dtype, words) == (FP32, 4096)), one_shot_norm),
-                (8 * ((dtype, words) == (FP16, 2048)), flagged_norm),
+                (8 * ((dtype, words) == (FP16, 2048)), ll_norm),
             ):
                 if run is one_shot_norm or ranks < 8:
                     name = f"of rows of {words} words"
                     yield from of_ranks(name, partial(run, rows, axis, rows, weight, EPS), dtype, ranks, spilled)
             if dtype != FP32:
                 few, x, by = (empty(*size, dtype=dtype) for size in ((8, 2 * words), (8, 2048), (2 * words, 2048)))
-                sent = partial(sent_product_norm, x, axis, by, few, weight, EPS)
+                sent = partial(gemm_all_reduce_norm, x, axis, by, few, weight, EPS)
                 yield from (
                     case
                     for case in of_ranks(f"of rows of {words} words", sent, dtype, ranks)
@@ -87,13 +87,13 @@ def compile_cases() -> Iterator[CompileCase]:
         mixed, sums = empty(tokens, heads, dim, dtype=FP32), empty(tokens, heads, dtype=FP32)
         name = f"{own} heads of {dim}, {ranks} ranks"
         yield from noted(name, partial(pack_heads, mixed, sums, ranks))
-        yield from noted(name, partial(join_packed, empty(ranks, tokens, own * (dim + 1), dtype=FP32), dim, BF16))
+        yield from noted(name, partial(unpack_heads, empty(ranks, tokens, own * (dim + 1), dtype=FP32), dim, BF16))
     for ranks in (2, 8):
         yield from noted(f"{ranks} ranks", partial(rounded_sum, empty(1000, 4096), ranks))
 
 
 def rounded_sum(x: torch.Tensor, ranks: int) -> None:
-    parts = round_parts.bind("cuda")(x, ranks)
+    parts = quantize_shards.bind("cuda")(x, ranks)
     width = x.shape[1] // ranks
-    total = sum_parts.bind("cuda")(parts, width)
-    widen_parts.bind("cuda")(total, width, x.dtype)
+    total = sum_shards.bind("cuda")(parts, width)
+    dequantize_shards.bind("cuda")(total, width, x.dtype)

@@ -12,12 +12,12 @@ from torch import Tensor
 from strata.kernels.activation.silu_mul import Clamp
 from strata.kernels.moe import combine, count
 from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
-from strata.kernels.moe.few_tokens import by_choices, choice_gate_kernel, choice_sum_kernel
 from strata.kernels.moe.grouped import grouped_product
 from strata.kernels.moe.grouped_kernels import grouped_kernel, quantized_grouped_kernel
 from strata.kernels.moe.local_order import sort_choices
-from strata.kernels.moe.route import SOFTMAX, Choice, in_one_launch, route_kernel
-from strata.kernels.quant.packed import PackedWeight, pack
+from strata.kernels.moe.route import SOFTMAX, ExpertChoice, in_one_launch, route_kernel
+from strata.kernels.moe.small_m import by_choices, choice_gate_kernel, choice_sum_kernel
+from strata.kernels.quant.quantized import QuantizedWeight, pack
 from strata.kernels.quant.schemes import SCHEMES
 from tests.kernels.compiled_for import CompileCase
 
@@ -33,7 +33,7 @@ def longs(*shape: int) -> Tensor:
 
 
 def products(
-    name: str, x: Tensor, weight: Tensor | PackedWeight, must: tuple[str, ...], biased: bool = False, **more: Any
+    name: str, x: Tensor, weight: Tensor | QuantizedWeight, must: tuple[str, ...], biased: bool = False, **more: Any
 ) -> Iterator[CompileCase]:
     """The product that fetches rows and gates, and the one that does neither."""
     gated = {"source": longs(len(x)), "per_token": 4, "gated": True}
@@ -124,14 +124,14 @@ def sums() -> Iterator[CompileCase]:
 def routes() -> Iterator[CompileCase]:
     for name, logits, bias, per_token, normalized, choice in (
         ("softmax of 128 experts", empty(3, 128), None, 8, True, SOFTMAX),
-        ("softmax of 6 groups of 10 experts", empty(3, 60, dtype=FP16), None, 6, False, Choice("softmax", 6, 3)),
+        ("softmax of 6 groups of 10 experts", empty(3, 60, dtype=FP16), None, 6, False, ExpertChoice("softmax", 6, 3)),
         (
             "sigmoids of 8 groups of 32 experts",
             empty(3, 256, dtype=FP32),
             empty(256, dtype=FP32),
             8,
             True,
-            Choice("sigmoid", 8, 4, "top2"),
+            ExpertChoice("sigmoid", 8, 4, "top2"),
         ),
         ("softmax of 1,024 experts", empty(3, 1024), empty(1024, dtype=FP32), 16, True, SOFTMAX),
     ):

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from strata.kernels.linear import fixed, linear, silu_mul
-from strata.kernels.linear.packed.rounded_kernel import rounded_product_kernel
-from strata.kernels.linear.packed.split_product import SplitTile, split_product, split_product_kernel
-from strata.kernels.linear.rounded_linear import RoundedCall, by_tiles
+from strata.kernels.linear import batch_invariant, linear, silu_mul
+from strata.kernels.linear.quantized.split_product import SplitTile, split_product, split_product_kernel
+from strata.kernels.linear.quantized.w8a8_kernel import w8a8_kernel
+from strata.kernels.linear.quantized_linear import QuantizedCall, by_tiles
 from strata.kernels.linear.silu_mul import linear_silu_mul_kernel
-from strata.kernels.linear.skinny import Inboxes, SkinnyProduct, launch
-from strata.kernels.linear.skinny_kernels import dot_kernel, gemv_kernel
-from strata.kernels.linear.skinny_tiles import SkinnyTile
-from strata.kernels.quant.packed import PackedWeight, Scheme, pack
+from strata.kernels.linear.small_m import Inboxes, SmallMProduct, launch
+from strata.kernels.linear.small_m_kernels import dot_kernel, gemv_kernel
+from strata.kernels.linear.small_m_tiles import SmallMTile
+from strata.kernels.quant.quantized import QuantizedWeight, Scheme, pack
 from tests.kernels.compiled_for import CompileCase
 
 from .noted import BF16, EPS, FP32, empty, ints, noted
@@ -28,7 +28,7 @@ BY_BYTES = {gemv_kernel: ("ld.global.L1::evict_first", "v4.b32", "cvt.rn.f16x2.e
 ONE_ROW_BY_INT4 = {gemv_kernel: ("ld.global.L1::evict_first.L2::cache_hint.v2.b32", "ld.global.v4.b32", "dp4a.u32.s32")}
 
 
-def packed(kind: str, rows: int = 1, columns: int = 0, out: int = OUT, width: int = WIDTH) -> PackedWeight:
+def packed(kind: str, rows: int = 1, columns: int = 0, out: int = OUT, width: int = WIDTH) -> QuantizedWeight:
     """A weight [out, width] without memory, in values of a kind of which so many rows and columns share a scale."""
     small = torch.eye(8).repeat(16, 16)[:, :128] if kind == "2:4" else torch.ones(128, 128)
     found = pack(small.bfloat16() if kind == "2:4" else small, Scheme(kind, rows, columns))
@@ -40,24 +40,33 @@ def packed(kind: str, rows: int = 1, columns: int = 0, out: int = OUT, width: in
     return found.with_tensors(tensors)
 
 
-def fixed_tiles() -> Iterator[CompileCase]:
-    tiles = [(tile, BF16) for tile in (fixed._NARROW, fixed._SHORT, fixed._SMALL, fixed._MIDDLE, fixed._LARGE)]
+def batch_invariant_tiles() -> Iterator[CompileCase]:
+    tiles = [
+        (tile, BF16)
+        for tile in (
+            batch_invariant._NARROW,
+            batch_invariant._SHORT,
+            batch_invariant._SMALL,
+            batch_invariant._MIDDLE,
+            batch_invariant._LARGE,
+        )
+    ]
     for slices, some in (
-        (1, [*tiles, (fixed._SINGLE, FP32)]),
-        (linear.MOST_SLICES, [(linear._FEW, BF16), (linear._MANY, BF16), (linear._SINGLE, FP32)]),
+        (1, [*tiles, (batch_invariant._SINGLE, FP32)]),
+        (linear.MAX_SLICES, [(linear._FEW, BF16), (linear._MANY, BF16), (linear._SINGLE, FP32)]),
     ):
         for tile, dtype in some:
             x, weight = (empty(rows, WIDTH, dtype=dtype) for rows in (1000, OUT))
             result = dtype if slices == 1 else FP32
-            must = {fixed.linear_kernel: ("wgmma.mma_async",) if dtype == BF16 else ("fma.rn.f32",)}
+            must = {batch_invariant.linear_kernel: ("wgmma.mma_async",) if dtype == BF16 else ("fma.rn.f32",)}
             kind = "bf16" if dtype == BF16 else "fp32"
             name = f"{kind} {tile.rows}x{tile.columns}x{tile.width}" + f", {slices} slices" * (slices > 1)
-            yield from noted(name, partial(fixed.launch_linear, x, weight, None, result, slices, tile), must)
+            yield from noted(name, partial(batch_invariant.launch_linear, x, weight, None, result, slices, tile), must)
 
 
-def few(name: str, rows: int, tile: SkinnyTile, must: Any, weight: Any = None, **more: Any) -> list[CompileCase]:
+def few(name: str, rows: int, tile: SmallMTile, must: Any, weight: Any = None, **more: Any) -> list[CompileCase]:
     weight = empty(OUT, WIDTH) if weight is None else weight
-    product = SkinnyProduct(empty(rows, weight.shape[1]), weight, **more)
+    product = SmallMProduct(empty(rows, weight.shape[1]), weight, **more)
     title = f"{name} {rows}x{tile.columns}x{tile.width}/{tile.splits}"
     return noted(title, lambda: launch(product, tile).run(), must)
 
@@ -66,7 +75,7 @@ def few_rows() -> Iterator[CompileCase]:
     """Each tile with each end that a product may have."""
     for columns, block, warps, rows in ((4, 4096, 8, 1), (4, 2048, 4, 1), (4, 2048, 4, 4)):
         for name, more in ends(rows):
-            yield from few(name, rows, SkinnyTile("gemv", columns, block, warps, early=True), GEMV, **more)
+            yield from few(name, rows, SmallMTile("gemv", columns, block, warps, early=True), GEMV, **more)
     for columns, block, warps, stages, rows, splits, product in (
         (16, 256, 2, 4, 8, 1, "mma.sync"),
         (64, 128, 4, 4, 16, 8, "wgmma.mma_async"),
@@ -75,7 +84,7 @@ def few_rows() -> Iterator[CompileCase]:
         (128, 64, 8, 5, 128, 1, "wgmma.mma_async"),
         (64, 64, 8, 4, 256, 2, "wgmma.mma_async"),
     ):
-        tile = SkinnyTile("dot", columns, block, warps, stages, splits, early=True, prefetch=512, rows=rows)
+        tile = SmallMTile("dot", columns, block, warps, stages, splits, early=True, prefetch=512, rows=rows)
         must = product, "cp.async.cg.shared.global", "cp.async.bulk.prefetch.L2", *["atom"] * (splits > 1)
         for name, more in ends(rows):
             # Few rows are sent, by programs that have all of a column's sum.
@@ -97,7 +106,7 @@ def ends(rows: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 def few_rows_by_packed_weights() -> Iterator[CompileCase]:
-    gemv = SkinnyTile("gemv", 4, 2048, 8, early=True)
+    gemv = SmallMTile("gemv", 4, 2048, 8, early=True)
     yield from few("e4m3", 2, gemv, BY_BYTES, packed("e4m3"), gated=True)
     for kind, group, rows, columns, block, warps, splits, must in (
         ("int4", 128, 8, 32, 256, 2, 4, ("mma.sync", "lop3.b32", "cp.async.cg.shared.global")),
@@ -106,7 +115,7 @@ def few_rows_by_packed_weights() -> Iterator[CompileCase]:
         ("2:4", 0, 8, 32, 128, 2, 4, ("mma.sync", "cp.async.cg.shared.global")),
         ("2:4", 0, 64, 64, 128, 4, 1, ("wgmma.mma_async",)),
     ):
-        tile = SkinnyTile("dot", columns, block, warps, 4, splits, True, 512, rows)
+        tile = SmallMTile("dot", columns, block, warps, 4, splits, True, 512, rows)
         yield from few(kind, rows - 1, tile, {dot_kernel: must}, packed(kind, 1, group), gated=True)
     small = packed("int4", 1, 128)
     narrow = {name: small.scales.to(torch.float8_e4m3fn) for name in ("scales", "zeros")}
@@ -118,7 +127,7 @@ def few_rows_by_packed_weights() -> Iterator[CompileCase]:
         (8, 4096, 2, 4096, narrow | {"row_scales": empty(OUT, 1, dtype=FP32)}),
     ):
         weight = packed("int4", 1, 128, width=width)._replace(**more)
-        tile = SkinnyTile("gemv", columns, block, warps, early=True)
+        tile = SmallMTile("gemv", columns, block, warps, early=True)
         yield from few(f"int4 {sorted(more)}", 1, tile, ONE_ROW_BY_INT4, weight, gated=True)
 
 
@@ -136,13 +145,13 @@ def split_case(kind: str, tile: SplitTile) -> CompileCase:
 def rounded(kind: str, group: int) -> list[CompileCase]:
     weight = packed(kind, group or 1, group)._replace(activations="block" if group else "row")
     scales = empty(8192, WIDTH // group if group else 1, dtype=FP32)
-    call = RoundedCall(empty(8192, WIDTH, dtype=weight.values.dtype), scales, weight, None, BF16)
+    call = QuantizedCall(empty(8192, WIDTH, dtype=weight.values.dtype), scales, weight, None, BF16)
     product = "s32.s8.s8" if kind == "int8" else "f32.e4m3.e4m3"
-    return noted(f"of {kind} by {group}", partial(by_tiles, call), {rounded_product_kernel: (*COPIED, product)})
+    return noted(f"of {kind} by {group}", partial(by_tiles, call), {w8a8_kernel: (*COPIED, product)})
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    yield from fixed_tiles()
+    yield from batch_invariant_tiles()
     yield from few_rows()
     yield from few_rows_by_packed_weights()
     for kind, tile in (

@@ -11,7 +11,7 @@ from strata.kernels.recurrent.delta_chunks_cuda import KERNELS
 from strata.kernels.recurrent.gated_norm import gated_rms_norm
 from strata.kernels.recurrent.sequences import GatedDeltaCall, StateSpaceCall, StateSpaceSpec
 from strata.kernels.recurrent.short_convolution import short_convolution
-from strata.kernels.state.fixed import FixedStates
+from strata.kernels.state.recurrent import RecurrentStates
 from strata.models.batch import Batch
 from tests.kernels.compiled_for import CompileCase
 
@@ -22,7 +22,7 @@ TOKENS, SEQUENCES = 1000, 3
 
 def batch_of(*shape: int) -> Batch:
     """Of three sequences, with states of the recurrence of this shape."""
-    states = FixedStates(((empty(8, 4096, 3), empty(8, *shape, dtype=FP32)),), ints(SEQUENCES))
+    states = RecurrentStates(((empty(8, 4096, 3), empty(8, *shape, dtype=FP32)),), ints(SEQUENCES))
     return Batch(ints(TOKENS), ints(TOKENS), ints(SEQUENCES + 1), 400, states=states)
 
 

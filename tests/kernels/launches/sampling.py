@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from strata.kernels.sampling.filters import apply_bitmask, filter_bounds
-from strata.kernels.sampling.parts import best_in_part, best_of_parts, exponential_sums
 from strata.kernels.sampling.sampling import gumbel_sample, token_logprobs
+from strata.kernels.sampling.shards import best_in_shard, best_of_shards, exponential_sums
 from tests.kernels.compiled_for import CompileCase
 
 from .noted import BF16, FP32, empty, ints, noted
@@ -27,8 +27,8 @@ def compile_cases() -> Iterator[CompileCase]:
     draw = (floats(ROWS), empty(ROWS, dtype=torch.int64), ints(ROWS))
     bounds = floats(ROWS), ints(ROWS)
     yield from noted("within bounds", partial(gumbel_sample.bind("cuda"), whole, *draw, bounds))
-    yield from noted("of a part", partial(best_in_part.bind("cuda"), part, *draw, PART))
-    yield from noted("of 8", partial(best_of_parts.bind("cuda"), empty(ROWS, 8, dtype=torch.int64)))
+    yield from noted("of a part", partial(best_in_shard.bind("cuda"), part, *draw, PART))
+    yield from noted("of 8", partial(best_of_shards.bind("cuda"), empty(ROWS, 8, dtype=torch.int64)))
     masks = ints(ROWS, 4740), ints(ROWS)
     yield from noted("of all ids", partial(apply_bitmask.bind("cuda"), whole, *masks))
     yield from noted("from an id on", partial(apply_bitmask.bind("cuda"), part, *masks, PART))

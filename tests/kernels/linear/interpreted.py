@@ -19,30 +19,30 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime import interpreter
 
-from strata.kernels.activation import rounded_silu_mul, silu_mul
+from strata.kernels.activation import quantized_silu_mul, silu_mul
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
-from strata.kernels.linear import rounded_linear
-from strata.kernels.linear.fixed import Tile
-from strata.kernels.linear.packed import many_rows
-from strata.kernels.linear.packed.split_product import SplitTile, split_product
-from strata.kernels.linear.skinny import SkinnyProduct, launch, multiply
-from strata.kernels.linear.skinny_tiles import SkinnyTile
+from strata.kernels.linear import quantized_linear
+from strata.kernels.linear.batch_invariant import InvariantTile
+from strata.kernels.linear.quantized import many_rows
+from strata.kernels.linear.quantized.split_product import SplitTile, split_product
+from strata.kernels.linear.small_m import SmallMProduct, launch, multiply
+from strata.kernels.linear.small_m_tiles import SmallMTile
 from strata.kernels.norm.norm import launch_norm
 from strata.kernels.quant import round_rows as round_rows_file
 from strata.kernels.quant.dequantize import dequantize
 from strata.kernels.quant.expand import expand_on_device
-from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack, packed_product
+from strata.kernels.quant.quantized import QuantizedWeight, Scheme, dense, pack, quantized_product
 from strata.kernels.quant.round_rows import round_rows
 from strata.kernels.quant.schemes import SPARSITIES
-from strata.kernels.quant.two_of_four import least_two_of_four
+from strata.kernels.quant.two_of_four import smallest_two_of_four
 from strata.kernels.triton_import import tl
 from tests.kernels.linear import assembly
 
-GEMV = SkinnyTile("gemv", 32, 64, 4)
-DOT = SkinnyTile("dot", 32, 32, 2, rows=16)
+GEMV = SmallMTile("gemv", 32, 64, 4)
+DOT = SmallMTile("dot", 32, 32, 2, rows=16)
 WIDTH = 128
 # Every kind, with the tiles that take it.
-CASES: tuple[tuple[Scheme, tuple[SkinnyTile, ...]], ...] = (
+CASES: tuple[tuple[Scheme, tuple[SmallMTile, ...]], ...] = (
     (Scheme("int8", 1, 0, "row"), (replace(GEMV, width=256), DOT)),
     (Scheme("e4m3", 1, 0), (GEMV, replace(DOT, splits=2))),
     (Scheme("e4m3", 0, 0), (DOT,)),
@@ -54,7 +54,7 @@ CASES: tuple[tuple[Scheme, tuple[SkinnyTile, ...]], ...] = (
 )
 
 
-def odd(weight: PackedWeight) -> PackedWeight:
+def odd(weight: QuantizedWeight) -> QuantizedWeight:
     """With all that a weight may have: zeros, and columns in an order of their own."""
     zeros = torch.randint(0, 16, weight.scales.shape, dtype=torch.uint8)
     return weight._replace(zeros=zeros, order=torch.randperm(weight.shape[1]).int())
@@ -66,19 +66,19 @@ def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found.float(), wanted, rtol=rtol, atol=atol, equal_nan=True)
 
 
-def few(weight: PackedWeight, tile: SkinnyTile, dtype: torch.dtype = torch.float32) -> None:
+def few(weight: QuantizedWeight, tile: SmallMTile, dtype: torch.dtype = torch.float32) -> None:
     """Three rows, of which the last is NaN: it must not reach the others; all that a product may end in."""
     out, width = weight.shape
     x, bias, eps = torch.randn(3, 2 * width).to(dtype)[:, width:], torch.randn(out).to(dtype), 1e-5
     x[2] = torch.nan
     exact = x.float() @ dense(weight).t()
     residual, norm_weight, squares = torch.randn(3, out).to(dtype), torch.randn(out).to(dtype), torch.rand(3, 5)
-    total, weighted, sums = multiply(SkinnyProduct(x, weight, residual=residual, norm_weight=norm_weight), tile)
+    total, weighted, sums = multiply(SmallMProduct(x, weight, residual=residual, norm_weight=norm_weight), tile)
     close(total, exact + residual)
     torch.testing.assert_close(weighted, total * norm_weight, equal_nan=True, rtol=0, atol=0)
     rtol = 1e-4 if dtype == torch.float32 else 2e-3
     torch.testing.assert_close(sums.sum(1), total.float().square().sum(1), rtol=rtol, atol=0, equal_nan=True)
-    (found,) = multiply(SkinnyProduct(x, weight, bias, squares, eps, gated=True), tile)
+    (found,) = multiply(SmallMProduct(x, weight, bias, squares, eps, gated=True), tile)
     scaled = exact * torch.rsqrt(squares.sum(1, keepdim=True) / width + eps) + bias
     close(found, F.silu(scaled[:, : out // 2]) * scaled[:, out // 2 :])
 
@@ -87,17 +87,17 @@ def test_one_row_by_halves() -> None:
     """With and without zeros, groups of columns and rows, scales of rows; columns past the last one; edges of tiles."""
     x = torch.randn(1, 2 * 192)[:, 192:]
     residual, norm_weight, squares = torch.randn(1, 40), torch.randn(40), torch.rand(1, 5)
-    tile = SkinnyTile("gemv", 16, 256, 4)
+    tile = SmallMTile("gemv", 16, 256, 4)
     for rows, columns in ((1, 64), (1, 0), (8, 128), (0, 0)):
         packed = pack(torch.randn(40, 192) / 8, Scheme("int4", rows, columns))
         scaled_rows = [packed._replace(row_scales=torch.rand(40, 1))] if rows == 1 else []
         for weight in (packed, odd(packed), *scaled_rows):
             exact = x @ dense(weight).t()
-            total, weighted, sums = multiply(SkinnyProduct(x, weight, residual=residual, norm_weight=norm_weight), tile)
+            total, weighted, sums = multiply(SmallMProduct(x, weight, residual=residual, norm_weight=norm_weight), tile)
             close(total, exact + residual)
             close(weighted, total * norm_weight)
             close(sums.sum(1), total.square().sum(1))
-            (found,) = multiply(SkinnyProduct(x, weight, squares=squares, eps=1e-5, gated=True), tile)
+            (found,) = multiply(SmallMProduct(x, weight, squares=squares, eps=1e-5, gated=True), tile)
             scaled = exact * torch.rsqrt(squares.sum(1, keepdim=True) / 192 + 1e-5)
             close(found, F.silu(scaled[:, :20]) * scaled[:, 20:])
 
@@ -122,9 +122,9 @@ def test_one_row_in_integers() -> None:
         assert _sums(mixed.half(), weight).isnan().all()
 
 
-def _sums(x: Tensor, weight: PackedWeight) -> Tensor:
+def _sums(x: Tensor, weight: QuantizedWeight) -> Tensor:
     """x [1, width] float16 times a weight in int4, not rounded to float16 at the end."""
-    planned = launch(SkinnyProduct(x, weight), SkinnyTile("gemv", 4, 256, 1))
+    planned = launch(SmallMProduct(x, weight), SmallMTile("gemv", 4, 256, 1))
     result = torch.empty(1, weight.shape[0])
     args = tuple(result if one is planned.results[0] else one for one in planned.args)
     with mock.patch.object(interpreter.InterpreterBuilder, "create_inline_asm", _run_assembly):
@@ -160,7 +160,7 @@ def test_rounding() -> None:
         assert scales.isfinite().flatten().tolist() == [True, False, True]
     # A row that is too long for a tile is read twice.
     x = torch.randn(2, 2100)
-    with mock.patch.object(round_rows_file, "MOST_COLUMNS", 1024), mock.patch.object(round_rows_file, "_COLUMNS", 1024):
+    with mock.patch.object(round_rows_file, "MAX_COLUMNS", 1024), mock.patch.object(round_rows_file, "_COLUMNS", 1024):
         for static in (None, 0.01):
             identical(many_rows._round(x, "int8", 0, static), round_rows.reference(x, "int8", 0, static))
 
@@ -179,7 +179,7 @@ def test_rounding_where_rows_are_made() -> None:
         found = launch_norm(total, weight, 1e-5, offset=1.0, **rounding)
         identical(found, (*many_rows._round(wide, kind, columns, static), wide))
         gated = many_rows._round(silu_mul.by_rows(silu_mul.silu_mul_kernel, gate, up), kind, columns, static)
-        identical(rounded_silu_mul._triton(gate, up, kind, columns, static), gated)
+        identical(quantized_silu_mul._triton(gate, up, kind, columns, static), gated)
 
 
 def identical(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
@@ -190,7 +190,7 @@ def identical(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
 def test_two_of_four() -> None:
     """Also a matrix of fours with one value or none; tiles of one part of the columns and of two."""
     matrix = torch.randn(40, 2 * WIDTH) / 8
-    matrix.masked_fill_(least_two_of_four(matrix.abs()), 0.0)[3, 5:30] = 0
+    matrix.masked_fill_(smallest_two_of_four(matrix.abs()), 0.0)[3, 5:30] = 0
     weight = pack(matrix.half(), SPARSITIES["2:4"])
     assert torch.equal(expand_on_device(weight), matrix.half())
     few(weight, replace(DOT, width=128), torch.float16)
@@ -200,17 +200,17 @@ def test_two_of_four() -> None:
 def test_products() -> None:
     """Several tiles of rows and columns, with edges; x rounded by the reference, see `rounding`."""
     x, bias = torch.randn(65, 256), torch.randn(80)
-    small = Tile(64, 64, 4, 2, 128)
+    small = InvariantTile(64, 64, 4, 2, 128)
     hopper = DeviceLimits("any", (9, 0), SHARED_BYTES, 3)
     for scheme in (Scheme("int8", 1, 0, "row"), Scheme("int8", 16, 128, "block"), Scheme("e4m3", 128, 128, "block")):
         weight = pack(torch.randn(80, 256), scheme)
         with (
-            mock.patch.object(rounded_linear, "choose_tile", return_value=small),
+            mock.patch.object(quantized_linear, "choose_tile", return_value=small),
             mock.patch.object(many_rows, "_round", round_rows.reference),
             mock.patch.object(DeviceLimits, "of", return_value=hopper),
         ):
-            found = rounded_linear.by_tiles(many_rows.rounded_call(x, weight, bias))
-        wanted = packed_product(x, weight, bias)
+            found = quantized_linear.by_tiles(many_rows.quantized_call(x, weight, bias))
+        wanted = quantized_product(x, weight, bias)
         close(found, wanted)
 
 
@@ -226,13 +226,13 @@ def test_split_products() -> None:
     ):
         weight = pack(torch.randn(200, 256), scheme)
         values, scales = round_rows.reference(x, weight.kind, 0)
-        wanted = packed_product(x, weight, bias)
+        wanted = quantized_product(x, weight, bias)
         for tile in tiles:
             close(split_product(values, scales, weight, bias, torch.float32, tile), wanted)
 
 
 @pytest.mark.parametrize(("scheme", "tiles"), CASES, ids=str)
-def test_few_rows_of_every_kind(scheme: Scheme, tiles: tuple[SkinnyTile, ...]) -> None:
+def test_few_rows_of_every_kind(scheme: Scheme, tiles: tuple[SmallMTile, ...]) -> None:
     packed = pack(torch.randn(40, WIDTH) / 8, scheme)
     for weight in (packed, odd(packed)) if scheme.values == "int4" else (packed,):
         assert torch.equal(dequantize(weight, torch.float32), dense(weight._replace(order=None)))

@@ -19,9 +19,9 @@ from strata.kernels.linear import cublaslt, measured_algorithms
 from strata.kernels.linear import cublaslt as gemm_cublaslt
 from strata.kernels.linear.cublaslt import cublaslt_linear, supports
 from strata.kernels.linear.linear import linear
-from strata.kernels.linear.measured_algorithms import MOST_ROWS, algorithms_of, measured_linear
+from strata.kernels.linear.measured_algorithms import MAX_ROWS, algorithms_of, measured_linear
 from strata.kernels.linear.measured_algorithms import supports as has_algorithm
-from strata.kernels.tuned import Choice, Key
+from strata.kernels.tuned import Key, TunedChoice
 from tests.kernels.linear.column_library import ColumnLibrary
 
 
@@ -136,7 +136,7 @@ def test_without_cuda_there_is_no_library() -> None:
 
 def test_proposals_are_what_the_library_would_choose_first_and_others(library: ColumnLibrary) -> None:
     library.algorithms = 5
-    product = gemm_cublaslt.Product(torch.device("cpu"), torch.bfloat16, 3, 24, 40, 40, 40, False)
+    product = gemm_cublaslt.CublasLtProduct(torch.device("cpu"), torch.bfloat16, 3, 24, 40, 40, 40, False)
     found = product.proposals(3)
     assert [int.from_bytes(one[:8], "little") for one in found] == [1, 2, 3]
     assert {len(one) for one in found} == {gemm_cublaslt.ALGORITHM_BYTES}
@@ -154,8 +154,8 @@ def algorithm(rows: int) -> bytes:
     return rows.to_bytes(8, "little") * 8
 
 
-def choice_of(rows: int, version: int = VERSION) -> Choice:
-    return Choice("cublaslt", {"version": version, "algorithm": algorithm(rows).hex()}, 1e-5, 2e-5)
+def choice_of(rows: int, version: int = VERSION) -> TunedChoice:
+    return TunedChoice("cublaslt", {"version": version, "algorithm": algorithm(rows).hex()}, 1e-5, 2e-5)
 
 
 def key_of(rows: int, out: int = OUT) -> Key:
@@ -163,9 +163,9 @@ def key_of(rows: int, out: int = OUT) -> Key:
 
 
 TABLE = {
-    key_of(64): Choice("skinny", {"kernel": "dot", "columns": 64, "width": 8, "warps": 4}, 1e-5, 2e-5),
+    key_of(64): TunedChoice("small M", {"kernel": "dot", "columns": 64, "width": 8, "warps": 4}, 1e-5, 2e-5),
     key_of(96): choice_of(96),
-    key_of(160): Choice("cublas", {}, 1e-5, 1e-5),
+    key_of(160): TunedChoice("cublas", {}, 1e-5, 1e-5),
     key_of(192): choice_of(192),
     key_of(1024): choice_of(1024),
     key_of(2048): choice_of(2048),
@@ -223,7 +223,7 @@ def test_what_was_not_measured_is_left_to_others(device: ColumnLibrary) -> None:
     assert not has_algorithm(draw(130, WIDTH), weight), "F.linear is"
     assert not has_algorithm(draw(256, WIDTH), weight), "rows of which nothing is known"
     assert not has_algorithm(draw(0, WIDTH), weight)
-    assert not has_algorithm(draw(MOST_ROWS + 1, WIDTH), weight)
+    assert not has_algorithm(draw(MAX_ROWS + 1, WIDTH), weight)
     assert not has_algorithm(x, weight, draw(OUT)), "a bias"
     assert not has_algorithm(x.half(), weight.half())
     assert not has_algorithm(x, draw(OUT + 8, WIDTH)), "another weight"
@@ -274,7 +274,7 @@ def test_of_a_device_that_is_not_here_nothing_is_asked() -> None:
 )
 def test_an_entry_without_an_algorithm_is_named(parameters: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"rows=96.*algorithm"):
-        algorithms_of({key_of(96): Choice("cublaslt", parameters, 1e-5, 1e-5)}, VERSION)
+        algorithms_of({key_of(96): TunedChoice("cublaslt", parameters, 1e-5, 1e-5)}, VERSION)
 
 
 def test_a_table_keeps_them(tmp_path: Path) -> None:
@@ -293,5 +293,5 @@ def test_algorithms_of_the_package_gain_what_measurements_can_tell(path: Path) -
     for key, choice in entries.items():
         if choice.implementation == "cublaslt":
             assert key.operation == "linear"
-            assert key.rows <= MOST_ROWS
+            assert key.rows <= MAX_ROWS
             assert choice.seconds * 1.02 < choice.library_seconds

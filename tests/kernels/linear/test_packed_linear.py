@@ -10,14 +10,14 @@ from torch import Tensor
 
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits, as_if_on
 from strata.kernels.linear.linear import linear
-from strata.kernels.linear.packed import int4_gemv
-from strata.kernels.linear.packed.few_rows import packed_tile
-from strata.kernels.linear.skinny import SkinnyProduct, multiply
-from strata.kernels.linear.skinny_tiles import SkinnyTile
+from strata.kernels.linear.quantized import int4_gemv
+from strata.kernels.linear.quantized.small_m import quantized_tile
+from strata.kernels.linear.small_m import SmallMProduct, multiply
+from strata.kernels.linear.small_m_tiles import SmallMTile
 from strata.kernels.quant import dequantize
-from strata.kernels.quant.packed import PackedWeight, Scheme, pack, unpacked_values
+from strata.kernels.quant.quantized import QuantizedWeight, Scheme, pack, unpacked_values
 from strata.kernels.quant.schemes import SCHEMES, SPARSITIES
-from strata.kernels.quant.two_of_four import least_two_of_four
+from strata.kernels.quant.two_of_four import smallest_two_of_four
 
 from .assembly import halves, run
 
@@ -34,7 +34,7 @@ def test_assembly_unpacks_every_byte(name: str, kind: str, less: int) -> None:
     text = getattr(dequantize, f"{name}_ASSEMBLY").value
     words = torch.tensor([list(word) for word in WORDS], dtype=torch.uint8)
     stored = words.view(torch.int8) if kind == "int8" else words
-    wanted = unpacked_values(PackedWeight.of(Scheme(kind, 1, 0), stored, torch.ones(256, 1))) - less
+    wanted = unpacked_values(QuantizedWeight.of(Scheme(kind, 1, 0), stored, torch.ones(256, 1))) - less
     for word, exact in zip(WORDS, wanted.tolist(), strict=True):
         results = run(text, int.from_bytes(word, "little"), 2 if name == "INT8" else 4)
         if name == "WIDE_INT8":
@@ -64,16 +64,16 @@ def test_assembly_of_one_row_multiplies_exactly() -> None:
 
 HOPPER = DeviceLimits("NVIDIA H200", (9, 0), SHARED_BYTES, 132)
 AMPERE = DeviceLimits("NVIDIA A100", (8, 0), SHARED_BYTES, 108)
-FEW, SPLIT, ROUNDED, SCALED = "packed, skinny", "rounded, split", "rounded, triton", "rounded, cublas"
+FEW, SPLIT, ROUNDED, SCALED = "quantized, small M", "rounded, split", "rounded, triton", "rounded, cublas"
 DEQUANTIZED, UNPACKED = "dequantized, cublas", "unpacked, cublas"
 EXPANDED = "2:4 expanded, cublas"
 
 
-def placed(name: str, rows: int, limits: DeviceLimits, width: int = 1024) -> tuple[Tensor, PackedWeight, None]:
+def placed(name: str, rows: int, limits: DeviceLimits, width: int = 1024) -> tuple[Tensor, QuantizedWeight, None]:
     """The arguments of `linear` on a device, without memory."""
     plain = torch.ones(256, width)
     if name == "2:4":
-        plain = plain.masked_fill(least_two_of_four(plain), 0.0).bfloat16()
+        plain = plain.masked_fill(smallest_two_of_four(plain), 0.0).bfloat16()
     weight = pack(plain, (SCHEMES | SPARSITIES)[name]).to("meta")
     x = as_if_on(limits, torch.empty(rows, width, dtype=torch.bfloat16, device="meta"))
     return x, weight.with_tensors({field: as_if_on(limits, one) for field, one in weight.tensors.items()}), None
@@ -125,7 +125,7 @@ def test_launches_are_told() -> None:
 def test_tiles_of_one_row_by_bytes() -> None:
     """Of 8B: qkv, o, gate and up, down; then of a smaller model."""
     shapes = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (4096, 1024), (1024, 3072))
-    found = [packed_tile(1, out, width, "e4m3", 0, HOPPER) for out, width in shapes]
+    found = [quantized_tile(1, out, width, "e4m3", 0, HOPPER) for out, width in shapes]
     assert [tile and (tile.kernel, tile.columns, tile.warps) for tile in found] == [
         ("gemv", 8, 4),
         ("gemv", 8, 4),
@@ -139,19 +139,19 @@ def test_tiles_of_one_row_by_bytes() -> None:
 def test_tiles_of_one_row_by_int4() -> None:
     """256 bytes of a thread, or all that there are; groups of fewer columns than a thread takes go another way."""
     for out, width, group in ((6144, 4096, 128), (28672, 4096, 128), (4096, 14336, 128), (1024, 1024, 32), (64, 96, 0)):
-        tile = packed_tile(1, out, width, "int4", group, HOPPER)
+        tile = quantized_tile(1, out, width, "int4", group, HOPPER)
         assert tile is not None
         assert (tile.kernel, tile.early) == ("gemv", True)
         assert tile.fits(1, out, width)
         assert tile.width // 2 * tile.columns <= 256 * 32 * tile.warps
     for width, group in ((4096, 16), (4128, 48), (16400, 0), (32768, 128)):
-        tile = packed_tile(1, 4096, width, "int4", group, HOPPER)
+        tile = quantized_tile(1, 4096, width, "int4", group, HOPPER)
         assert tile is None or tile.kernel == "dot"
     # Too many rows, too many columns, columns that are no whole chunks, and groups that are none.
     for rows, width, group in ((2, 64, 0), (1, 2048, 0), (1, 48, 0), (1, 96, 48), (1, 64, 16)):
         weight = pack(torch.ones(8, width), Scheme("int4", 1, group))
         with pytest.raises(ValueError, match="one row of int4"):
-            multiply(SkinnyProduct(torch.ones(rows, width), weight), SkinnyTile("gemv", 8, 1024, 1))
+            multiply(SmallMProduct(torch.ones(rows, width), weight), SmallMTile("gemv", 8, 1024, 1))
 
 
 def test_splits_keep_groups_whole_and_divide_the_width() -> None:
@@ -166,7 +166,7 @@ def test_splits_keep_groups_whole_and_divide_the_width() -> None:
                 ("e2m1", 16),
                 ("2:4", 0),
             ):
-                tile = packed_tile(rows, out, width, kind, group, HOPPER)
+                tile = quantized_tile(rows, out, width, kind, group, HOPPER)
                 assert tile is not None
                 part = width // tile.splits
                 assert width % tile.splits == 0
@@ -175,5 +175,5 @@ def test_splits_keep_groups_whole_and_divide_the_width() -> None:
                 # Eight columns of 2:4 are one value, and tensor cores take 16 of these at least.
                 assert kind != "2:4" or tile.width >= 128
     # 64 divides this width, 128 does not.
-    assert packed_tile(5, 512, 704, "2:4", 0, HOPPER) is None
-    assert packed_tile(5, 512, 704, "e4m3", 0, HOPPER) is not None
+    assert quantized_tile(5, 512, 704, "2:4", 0, HOPPER) is None
+    assert quantized_tile(5, 512, 704, "e4m3", 0, HOPPER) is not None

@@ -20,19 +20,19 @@ from benchmarks.split_products import table as split_table
 from strata.kernels import tuned
 from strata.kernels.choose import MEASURED, thresholds_of
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
-from strata.kernels.linear.packed.split_product import (
+from strata.kernels.linear.quantized.split_product import (
     SplitTile,
     pieces,
     split_product,
     split_tile,
     sums_bytes,
 )
-from strata.kernels.linear.skinny import Launch, launch
-from strata.kernels.linear.skinny_tiles import SkinnyTile, aligned, candidates, tiles_of, variants
+from strata.kernels.linear.small_m import Launch, launch
+from strata.kernels.linear.small_m_tiles import SmallMTile, aligned, candidates, tiles_of, variants
 from strata.kernels.linear.tile_rule import LIBRARY_TOO, bandwidth, choose_tile, expected_seconds, expected_tile
-from strata.kernels.quant.packed import pack
+from strata.kernels.quant.quantized import pack
 from strata.kernels.quant.schemes import SCHEMES
-from strata.kernels.tuned import Choice, Key, row_bucket
+from strata.kernels.tuned import Key, TunedChoice, row_bucket
 from tests.kernels.compiled_for import case_of, compile_for
 from tests.kernels.launches.linear import split_case
 
@@ -140,9 +140,9 @@ def test_it_agrees_with_what_was_measured() -> None:
     """Of the table of an H200: the seconds of the winners, and how much the rule's own tiles should lose to them."""
     errors, losses = [], []
     for key, choice in tuned.read("NVIDIA H200").items():
-        if choice.implementation != "skinny" or key.dtype != "bfloat16" or key.rows > 128:
+        if choice.implementation != "small M" or key.dtype != "bfloat16" or key.rows > 128:
             continue
-        won = SkinnyTile(**choice.parameters)
+        won = SmallMTile(**choice.parameters)
         shape = (key.operation, key.rows, key.out, key.width)
         expected = expected_seconds(*shape, won, H200)
         errors.append(abs(expected / choice.seconds - 1))
@@ -158,10 +158,10 @@ def test_it_agrees_with_what_was_measured() -> None:
 
 def test_a_table_comes_before_the_rule() -> None:
     key = tuned.Key("linear", "bfloat16", 6144, 4096, 8)
-    listed = SkinnyTile("dot", 64, 128, 4, 4, 2)
+    listed = SmallMTile("dot", 64, 128, 4, 4, 2)
     tiles = {key: listed, replace(key, rows=16): None}
 
-    def chosen(rows: int, dtype: torch.dtype = torch.bfloat16, out: int = 6144) -> SkinnyTile | None:
+    def chosen(rows: int, dtype: torch.dtype = torch.bfloat16, out: int = 6144) -> SmallMTile | None:
         return choose_tile("linear", rows, out, 4096, dtype, tiles, H200)
 
     assert [chosen(rows) == listed for rows in range(1, 10)] == [False] * 4 + [True] * 4 + [False]
@@ -174,7 +174,7 @@ def test_a_table_comes_before_the_rule() -> None:
 
 def test_the_next_larger_number_of_rows_that_was_measured_serves() -> None:
     key = tuned.Key("linear", "bfloat16", 6144, 4096, 128)
-    listed = SkinnyTile("dot", 64, 128, 4, 4, 2)
+    listed = SmallMTile("dot", 64, 128, 4, 4, 2)
     tiles = {key: listed, replace(key, rows=96): None}
     found = [choose_tile("linear", rows, 6144, 4096, torch.bfloat16, tiles, H200) for rows in (65, 96, 97, 128, 129)]
     assert found == [None, None, listed, listed, None]
@@ -279,7 +279,7 @@ ENTRY: dict[str, Any] = {
     "out": 6144,
     "width": 4096,
     "rows": 8,
-    "implementation": "skinny",
+    "implementation": "small M",
     "parameters": TILE,
     "seconds": 1.5e-5,
     "library_seconds": 1.8e-5,
@@ -294,8 +294,9 @@ def table(folder: Path, *entries: dict[str, Any], device: str = "NVIDIA Test 1")
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     wanted = {
-        Key("linear", "bfloat16", 6144, 4096, rows): Choice("skinny", TILE, 1e-5, 2e-5 * rows) for rows in (1, 2, 64)
-    } | {Key("linear", "bfloat16", 10, 32, 1): Choice("library", {}, 1e-5, 1e-5)}
+        Key("linear", "bfloat16", 6144, 4096, rows): TunedChoice("small M", TILE, 1e-5, 2e-5 * rows)
+        for rows in (1, 2, 64)
+    } | {Key("linear", "bfloat16", 10, 32, 1): TunedChoice("library", {}, 1e-5, 1e-5)}
     path = tuned.path_of("NVIDIA Test 1", tmp_path / "new")
     tuned.write(path, "NVIDIA Test 1", wanted)
     assert path == tmp_path / "new" / "nvidia_test_1.json"
@@ -350,7 +351,7 @@ def test_a_bad_entry_is_named(tmp_path: Path, change: dict[str, Any], said: str)
 def test_where_something_else_was_faster_is_listed_too(tmp_path: Path) -> None:
     tiles = tiles_of(tuned.read_file(table(tmp_path, ENTRY, ENTRY | {"rows": 16, "implementation": "library"})))
     key = Key("linear", "bfloat16", 6144, 4096, 8)
-    assert tiles == {key: SkinnyTile("dot", 64, 128, 4, 4, 2), replace(key, rows=16): None}
+    assert tiles == {key: SmallMTile("dot", 64, 128, 4, 4, 2), replace(key, rows=16): None}
 
 
 def test_a_bad_file_is_named(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ from strata.kernels.activation.silu_mul import Clamp, clamped_swiglu, silu_mul
 from strata.kernels.moe import local_order
 from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
 from strata.kernels.moe.experts import biased_experts, experts
-from strata.kernels.moe.few_tokens import ChoiceTile, by_choices
 from strata.kernels.moe.grouped import GroupedTile, grouped_product
 from strata.kernels.moe.local_order import Order, local_numbers
 from strata.kernels.moe.route import SOFTMAX, in_one_launch, route
-from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack, spread
+from strata.kernels.moe.small_m import ChoiceTile, by_choices
+from strata.kernels.quant.quantized import QuantizedWeight, Scheme, dense, pack, spread
 from strata.kernels.quant.round_rows import round_rows
 
 from .routes import ROUTES, assert_no_number_leads_astray, assert_routed, assert_ties_go_to_the_lower_number, distinct
@@ -125,11 +125,11 @@ CASES: tuple[tuple[Scheme, int, int], ...] = (
 )
 
 
-def with_zeros(weight: PackedWeight) -> PackedWeight:
+def with_zeros(weight: QuantizedWeight) -> QuantizedWeight:
     return weight._replace(zeros=torch.randint(0, 16, weight.scales.shape, dtype=torch.uint8))
 
 
-def packed_product(weight: PackedWeight, step: int) -> None:
+def quantized_product(weight: QuantizedWeight, step: int) -> None:
     """Of experts without rows, with some, and with more than a tile holds; one row is NaN and must not reach others."""
     chosen = torch.rand(TOKENS, COUNT - 1).argsort(1)[:, :PER_TOKEN].contiguous()
     order, (_, both, width) = Order.of(chosen, COUNT), weight.shape
@@ -154,7 +154,7 @@ ROUNDED: tuple[tuple[Scheme, int, bool], ...] = (
 )
 
 
-def rounded(weight: PackedWeight, turned: bool) -> None:
+def rounded(weight: QuantizedWeight, turned: bool) -> None:
     chosen = torch.rand(TOKENS, COUNT - 1).argsort(1)[:, :PER_TOKEN].contiguous()
     order, (_, both, width) = Order.of(chosen, COUNT), weight.shape
     bias, expert = torch.randn(COUNT, both), chosen.flatten()[order.source]
@@ -201,7 +201,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
 def test_packed_products(scheme: Scheme, width: int, step: int) -> None:
     packed = pack(torch.randn(COUNT, 48, width) / 8, scheme)
     for weight in (packed, with_zeros(packed)) if scheme.values == "int4" else (packed,):
-        packed_product(weight, step)
+        quantized_product(weight, step)
 
 
 @pytest.mark.parametrize(("scheme", "width", "turned"), ROUNDED, ids=str)

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.kernels.moe.route import SOFTMAX, Choice, route
+from strata.kernels.moe.route import SOFTMAX, ExpertChoice, route
 
 # Experts, how many a token has, whether there is a bias and weights are divided by their sum, and the choice.
-ROUTES: dict[str, tuple[int, int, bool, bool, Choice]] = {
+ROUTES: dict[str, tuple[int, int, bool, bool, ExpertChoice]] = {
     "one": (1, 1, False, True, SOFTMAX),
     "odd": (7, 3, False, False, SOFTMAX),
     "Qwen2-MoE": (60, 4, False, False, SOFTMAX),
-    "V2-Lite": (64, 6, False, False, Choice(scale=2.0)),
+    "V2-Lite": (64, 6, False, False, ExpertChoice(scale=2.0)),
     "Qwen3-MoE": (128, 8, False, True, SOFTMAX),
     "balanced": (128, 8, True, True, SOFTMAX),
-    "V2": (160, 6, False, False, Choice(groups=8, kept=3, scale=16.0)),
-    "V3": (256, 8, True, True, Choice("sigmoid", 8, 4, "top2", 2.5)),
-    "odd groups": (15, 4, True, True, Choice("sigmoid", 5, 2, "top2")),
-    "GLM-4.5": (160, 8, True, True, Choice("sigmoid", 1, 1, "top2")),
+    "V2": (160, 6, False, False, ExpertChoice(groups=8, kept=3, scale=16.0)),
+    "V3": (256, 8, True, True, ExpertChoice("sigmoid", 8, 4, "top2", 2.5)),
+    "odd groups": (15, 4, True, True, ExpertChoice("sigmoid", 5, 2, "top2")),
+    "GLM-4.5": (160, 8, True, True, ExpertChoice("sigmoid", 1, 1, "top2")),
     "Qwen3-Next": (512, 10, False, True, SOFTMAX),
     "most": (1024, 16, False, True, SOFTMAX),
 }
@@ -41,7 +41,7 @@ def assert_routed(run: Callable[..., Any], logits: Tensor, bias: Tensor | None, 
     weights, chosen = run(logits, bias, *how)
     wanted, experts = route.reference(logits, bias, *how)
     assert (weights.dtype, chosen.dtype, weights.shape) == (torch.float32, torch.int64, wanted.shape)
-    scores, ranked = route.reference(logits, None, logits.shape[1], False, Choice(how[2].scoring))
+    scores, ranked = route.reference(logits, None, logits.shape[1], False, ExpertChoice(how[2].scoring))
     of_experts = torch.zeros_like(scores).scatter(1, ranked, scores) + (0 if bias is None else bias)
     ours, theirs = (of_experts.gather(1, one) for one in (chosen, experts))
     is_same = ((ours - theirs).abs() <= 1e-6 * theirs.abs() + 1e-8).all(1)

@@ -20,8 +20,8 @@ from strata.kernels.moe.combine import combine, give_back, summed, take_rows
 from strata.kernels.moe.count import count_choices
 from strata.kernels.moe.experts import by_library, experts
 from strata.kernels.moe.local_order import Order
-from strata.kernels.moe.route import Choice, route
-from strata.kernels.state.kept_keys import ELSEWHERE
+from strata.kernels.moe.route import ExpertChoice, route
+from strata.kernels.state.dcp_shard import ELSEWHERE
 
 WAYS = [{}, {"deterministic": True}, {"differentiable": True}]
 STEP = Workload((6,), (6,))
@@ -199,7 +199,7 @@ def test_a_bias_changes_the_choice_and_not_the_weights() -> None:
 def test_cuda_has_a_way_that_asks_the_host_for_nothing(
     dtype: torch.dtype, hidden: int, width: int, weights_of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As recording a step in a CUDA graph demands: a tensor without values cannot tell the host any."""
+    """As capturing a step in a CUDA graph demands: a tensor without values cannot tell the host any."""
     pytest.importorskip("triton")
     given = [one.to(dtype) if one.is_floating_point() else one for one in inputs(6, 2, hidden=hidden, width=width)]
     if weights_of == "wide":  # as a router makes them
@@ -224,7 +224,7 @@ def test_cuda_has_a_way_that_asks_the_host_for_nothing(
     monkeypatch.setattr(moe_experts, "grouped_product", product)
     with FakeTensorMode() as mode, torch.inference_mode():
         fake = [mode.from_tensor(one) for one in given]
-        assert chosen.run(*experts.given(*fake)).shape == (6, hidden)
+        assert chosen.run(*experts.call_args(*fake)).shape == (6, hidden)
         with pytest.raises(DataDependentOutputException):
             experts.reference(*fake)
 
@@ -264,7 +264,7 @@ def test_sigmoids_of_the_best_two_groups_by_hand() -> None:
     bias = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.7, 0.7])
     s = [1 / (1 + 2.718281828**-x) for x in logits[0].tolist()]
     # Groups: s0 + s1 = 1.45, s2 + s3 = 1.35, s4 + s5 + 1.4 = 1.94: the second is left out.
-    weights, chosen = route(logits, bias, 3, True, Choice("sigmoid", 3, 2, "top2", 2.5))
+    weights, chosen = route(logits, bias, 3, True, ExpertChoice("sigmoid", 3, 2, "top2", 2.5))
     assert sorted(chosen[0].tolist()) == [0, 4, 5]
     total = s[0] + s[4] + s[5]
     wanted = [2.5 * s[expert] / total for expert in chosen[0].tolist()]
@@ -274,9 +274,9 @@ def test_sigmoids_of_the_best_two_groups_by_hand() -> None:
 def test_groups_by_their_best_expert_by_hand() -> None:
     """The second and fourth best expert stand in a group that is left out."""
     logits = torch.tensor([[4.0, 0.0, 3.0, 2.9, 2.0, 1.0]])
-    _, chosen = route(logits, None, 2, False, Choice(groups=3, kept=1))
+    _, chosen = route(logits, None, 2, False, ExpertChoice(groups=3, kept=1))
     assert chosen.tolist() == [[0, 1]]
-    weights, chosen = route(logits, None, 3, False, Choice(groups=2, kept=1, scale=16.0))
+    weights, chosen = route(logits, None, 3, False, ExpertChoice(groups=2, kept=1, scale=16.0))
     assert chosen.tolist() == [[0, 2, 1]]
     torch.testing.assert_close(weights[0], 16 * logits[0].softmax(-1)[[0, 2, 1]])
 
@@ -290,7 +290,7 @@ def test_sigmoids_are_routed_as_transformers_does(groups: int, kept: int, normal
     torch.nn.init.normal_(router.weight)
     torch.nn.init.normal_(router.e_score_correction_bias, std=0.3)
     logits, weights, chosen = router(torch.randn(40, 16))
-    choice = Choice("sigmoid", groups, kept, "top2", 2.5)
+    choice = ExpertChoice("sigmoid", groups, kept, "top2", 2.5)
     assert_alike(route(logits, router.e_score_correction_bias, 3, normalized, choice), (weights, chosen), 12)
 
 
@@ -302,7 +302,7 @@ def test_groups_of_softmaxes_are_routed_as_transformers_does() -> None:
     router = DeepseekV2TopkRouter(config)
     torch.nn.init.normal_(router.weight)
     logits, weights, chosen = router(torch.randn(40, 16))
-    assert_alike(route(logits, None, 3, False, Choice("softmax", 4, 2, "max", 16.0)), (weights, chosen), 12)
+    assert_alike(route(logits, None, 3, False, ExpertChoice("softmax", 4, 2, "max", 16.0)), (weights, chosen), 12)
 
 
 def assert_alike(ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...], count: int) -> None:
@@ -312,7 +312,7 @@ def assert_alike(ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...
 
 
 def test_a_sigmoid_of_nothing_is_no_division_by_zero() -> None:
-    weights, _ = route(torch.full((1, 4), -200.0), None, 2, True, Choice("sigmoid"))
+    weights, _ = route(torch.full((1, 4), -200.0), None, 2, True, ExpertChoice("sigmoid"))
     assert weights.isfinite().all()
 
 

@@ -32,7 +32,7 @@ from strata.kernels.moe.experts import (
 )
 from strata.kernels.moe.local_order import local_numbers
 from strata.kernels.quant import dequantize
-from strata.kernels.quant.packed import PackedWeight, Scheme, pack, unpacked_values
+from strata.kernels.quant.quantized import QuantizedWeight, Scheme, pack, unpacked_values
 from strata.kernels.quant.schemes import SCHEMES
 from tests.kernels.linear.assembly import halves, run
 
@@ -163,7 +163,7 @@ def test_costs_are_those_counted_by_hand() -> None:
 def test_cuda_asks_the_host_for_nothing(
     dtype: torch.dtype, tokens: int, placed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As recording a step in a CUDA graph demands: a tensor without values cannot tell the host any."""
+    """As capturing a step in a CUDA graph demands: a tensor without values cannot tell the host any."""
     pytest.importorskip("triton")
     x, weights, chosen, gate_up, down = inputs(tokens, 2)
     given = [x.to(dtype), weights, chosen, gate_up[:3].to(dtype), down[:3].to(dtype), 0, 10 if placed else COUNT]
@@ -171,7 +171,7 @@ def test_cuda_asks_the_host_for_nothing(
     run = local_experts.bind("cuda").choose(*given)
     is_long = chosen.numel() > thresholds_of(MEASURED).sorted_choices
     assert run.name == ("grouped" if is_long and dtype == torch.bfloat16 else "triton tiles")
-    launched = run.launches(*local_experts.given(*given))
+    launched = run.launches(*local_experts.call_args(*given))
     assert ("local_order_kernel" in launched) != is_long
     assert ("local_order_sums_kernel" in launched) == is_long
 
@@ -196,7 +196,7 @@ def test_cuda_asks_the_host_for_nothing(
     monkeypatch.setattr(moe_experts, "silu_mul", torch.mul)
     with FakeTensorMode() as mode, torch.inference_mode():
         fake = [mode.from_tensor(one) if isinstance(one, Tensor) else one for one in given]
-        assert run.run(*local_experts.given(*fake)).shape == (tokens, HIDDEN)
+        assert run.run(*local_experts.call_args(*fake)).shape == (tokens, HIDDEN)
     assert run.run in (by_library, by_tiles)
 
 
@@ -211,7 +211,7 @@ def placed(scheme: Scheme, tokens: int, limits: DeviceLimits) -> list[Any]:
     def on(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return as_if_on(limits, torch.empty(shape, dtype=dtype, device="meta"))
 
-    def packed(out: int, width: int) -> PackedWeight:
+    def packed(out: int, width: int) -> QuantizedWeight:
         one = pack(torch.ones(EXPERTS, out, width), scheme).to("meta")
         return one.with_tensors({field: as_if_on(limits, tensor) for field, tensor in one.tensors.items()})
 
@@ -308,7 +308,7 @@ def test_assembly_scales_every_byte() -> None:
     text = dequantize.SCALED_E2M1_ASSEMBLY.value
     exponents = torch.arange(256).view(128, 2) % 200 + 20
     words = torch.arange(512).view(128, 4).to(torch.uint8)
-    exact = unpacked_values(PackedWeight.of(Scheme("e2m1", 1, 0), words, torch.ones(128, 1)))
+    exact = unpacked_values(QuantizedWeight.of(Scheme("e2m1", 1, 0), words, torch.ones(128, 1)))
     wanted = exact * torch.ldexp(torch.ones(128, 2), exponents - 127).repeat_interleave(4, 1)
     for word, scales, row in zip(words.tolist(), exponents.tolist(), wanted.tolist(), strict=True):
         operands = [exponent * 0x800080 for exponent in scales for _ in range(2)]

@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.kernels.quant.packed import (
-    PackedWeight,
+from strata.kernels.quant.quantized import (
+    QuantizedWeight,
     Scheme,
     dense,
     join,
     joinable,
     pack,
-    part_of,
     round_activations,
-    rounded,
+    shard_of,
+    to_nearest,
 )
 from strata.kernels.quant.schemes import SCHEMES, SPARSITIES, scheme_of, sparsity_of
-from strata.kernels.quant.two_of_four import compress, expand, is_two_of_four, least_two_of_four
+from strata.kernels.quant.two_of_four import compress, expand, is_two_of_four, smallest_two_of_four
 
 KINDS = {
     "int8": [float(one) for one in range(-127, 128)],
@@ -35,12 +35,12 @@ def test_values_are_rounded_to_the_nearest_and_ties_to_even(kind: str) -> None:
     torch.manual_seed(0)
     known = torch.tensor(sorted(set(KINDS[kind])))
     scaled = torch.cat([torch.randn(400) * known.max() / 2, (known[1:] + known[:-1]) / 2])
-    nearest = rounded(scaled, kind)
+    nearest = to_nearest(scaled, kind)
     assert set(nearest.tolist()) <= set(known.tolist())
     assert torch.equal((nearest - scaled).abs(), (known - scaled[:, None]).abs().amin(1))
     if kind == "e2m1":
         ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -5.0])
-        assert rounded(ties, kind).tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 0.0, -4.0]
+        assert to_nearest(ties, kind).tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 0.0, -4.0]
 
 
 def test_int4_by_hand() -> None:
@@ -56,7 +56,7 @@ def test_zeros_scales_of_rows_and_order_by_hand() -> None:
     values = torch.tensor([[0x21, 0x43]], dtype=torch.uint8)  # 1, 2, 3, 4
     scales, zeros = torch.tensor([[2.0, 10.0]]), torch.tensor([[1, 5]], dtype=torch.uint8)
     order = torch.tensor([3, 1, 0, 2], dtype=torch.int32)
-    weight = PackedWeight.of(Scheme("int4", 1, 2), values, scales, zeros, torch.tensor([[0.5]]), order)
+    weight = QuantizedWeight.of(Scheme("int4", 1, 2), values, scales, zeros, torch.tensor([[0.5]]), order)
     # (1 - 1) 2, (2 - 1) 2, (3 - 5) 10, (4 - 5) 10, halved, are columns 3, 1, 0 and 2.
     assert dense(weight).tolist() == [[-10.0, 1.0, -5.0, 0.0]]
     x = torch.tensor([[1.0, 10.0, 100.0, 1000.0]])
@@ -96,20 +96,20 @@ def test_parts_of_any_grid_are_joined_to_the_whole(name: str) -> None:
     packed = pack(torch.randn(200, 384), SCHEMES[name])
     whole = dense(packed)
     for cuts in ((0, 72, 136, 200), (0, 128, 200), (0, 128, 150, 200)):
-        pieces = [part_of(packed, bounds, (0, 384)) for bounds in pairwise(cuts)]
+        pieces = [shard_of(packed, bounds, (0, 384)) for bounds in pairwise(cuts)]
         assert all(joinable(pieces[0], piece) for piece in pieces)
         assert torch.equal(dense(join(pieces)), whole)
     for low, high in ((0, 192), (96, 192), (360, 384)):
-        assert torch.equal(dense(part_of(packed, (10, 74), (low, high))), whole[10:74, low:high])
+        assert torch.equal(dense(shard_of(packed, (10, 74), (low, high))), whole[10:74, low:high])
 
 
 def test_what_cannot_be_divided_is_refused() -> None:
     weight = pack(torch.randn(8, 64), SCHEMES["mxfp4"])
     with pytest.raises(ValueError, match="columns 3 to 64 divide a byte"):
-        part_of(weight, (0, 8), (3, 64))
+        shard_of(weight, (0, 8), (3, 64))
     ordered = weight._replace(order=torch.arange(64))
     with pytest.raises(ValueError, match="order of its own"):
-        part_of(ordered, (0, 8), (0, 32))
+        shard_of(ordered, (0, 8), (0, 32))
     with pytest.raises(ValueError, match="odd number"):
         pack(torch.randn(8, 63), SCHEMES["int4"])
     with pytest.raises(ValueError, match="'fp7' is not known; accepted are 'fp8', 'fp8_block'"):
@@ -136,13 +136,13 @@ SCHEME = SPARSITIES["2:4"]
 
 def sparse(out: int, width: int, seed: int = 0) -> Tensor:
     drawn = torch.randn(out, width, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    return drawn.masked_fill(least_two_of_four(drawn.abs()), 0.0)
+    return drawn.masked_fill(smallest_two_of_four(drawn.abs()), 0.0)
 
 
 def test_the_two_least_of_four_by_hand() -> None:
     scores = torch.tensor([[4.0, 1.0, 3.0, 2.0, 5.0, 5.0, 5.0, 5.0], [0.0, 9.0, 0.0, 8.0, 1.0, 2.0, 3.0, 4.0]])
     wanted = [[0, 1, 0, 1, 1, 1, 0, 0], [1, 0, 1, 0, 1, 1, 0, 0]]
-    assert least_two_of_four(scores).int().tolist() == wanted
+    assert smallest_two_of_four(scores).int().tolist() == wanted
 
 
 def test_every_pattern_of_two_fours_comes_back() -> None:
@@ -190,7 +190,7 @@ def test_parts_and_joined_weights() -> None:
     assert torch.equal(dense(packed, torch.bfloat16), one)
     assert torch.equal(dense(join([packed, pack(other, SCHEME)])), torch.cat([one, other]).float())
     for rows, columns in (((1, 4), (0, 48)), ((0, 6), (16, 40)), ((2, 3), (24, 48))):
-        part = part_of(packed, rows, columns)
+        part = shard_of(packed, rows, columns)
         assert torch.equal(dense(part, torch.bfloat16), one[slice(*rows), slice(*columns)])
     with pytest.raises(ValueError, match="columns 0 to 12 divide eight"):
-        part_of(packed, (0, 6), (0, 12))
+        shard_of(packed, (0, 6), (0, 12))

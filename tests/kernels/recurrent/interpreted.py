@@ -28,7 +28,7 @@ from strata.kernels.recurrent.gated_delta import gated_delta
 from strata.kernels.recurrent.sequences import GatedDeltaCall, StateSpaceCall, StateSpaceSpec
 from strata.kernels.rotary import rope as rope_file
 from strata.kernels.rotary.rope import rope_angles
-from strata.kernels.state.fixed import FixedStates
+from strata.kernels.state.recurrent import RecurrentStates
 from strata.models.batch import Batch
 from tests.kernels.recurrent.steps import HERE, in_pieces, pool, step
 
@@ -41,7 +41,7 @@ def batch_of(*shapes: tuple[int, ...]) -> Batch:
     tensors = tuple(torch.randn(ROWS, *shape, generator=generator) for shape in shapes)
     for one in tensors:
         one[[SLOTS[0], SLOTS[4], 5]] = torch.nan
-    return step(LENGTHS, STARTS, FixedStates((tensors,), torch.tensor(SLOTS, dtype=torch.int32)))
+    return step(LENGTHS, STARTS, RecurrentStates((tensors,), torch.tensor(SLOTS, dtype=torch.int32)))
 
 
 def compare(reference: Callable[..., Tensor], kernel: Callable[..., Tensor], *shapes: tuple[int, ...]) -> float:
@@ -209,11 +209,11 @@ class Layer:
         return gated_delta.reference(*(one.double() for one in (*rows, *self.weights)), batch, 0)
 
 
-def states_of(layer: Layer, slots: list[int], fresh: list[int], dtype: torch.dtype) -> FixedStates:
+def states_of(layer: Layer, slots: list[int], fresh: list[int], dtype: torch.dtype) -> RecurrentStates:
     """The same numbers in each call, and NaN in rows of sequences that begin, and in one of none."""
     kept = torch.randn(len(slots) + 1, *layer.shape, generator=torch.Generator().manual_seed(7)).to(dtype)
     kept[[*(slots[one] for one in fresh), len(slots)]] = torch.nan
-    return FixedStates(((torch.empty(0), kept),), torch.tensor(slots, dtype=torch.int32))
+    return RecurrentStates(((torch.empty(0), kept),), torch.tensor(slots, dtype=torch.int32))
 
 
 def whole(lengths: list[int], *sizes: int, tiles: DeltaTiles = delta_chunks_cuda.TILES) -> float:

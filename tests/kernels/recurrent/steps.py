@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from strata.kernels.op import Operation
-from strata.kernels.state.fixed import FixedStates
+from strata.kernels.state.recurrent import RecurrentStates
 from strata.models.batch import Batch
 
 HERE = object()  # where a batch stands among arguments
 
 
-def step(lengths: Sequence[int], starts: Sequence[int] | None = None, states: FixedStates | None = None) -> Batch:
+def step(lengths: Sequence[int], starts: Sequence[int] | None = None, states: RecurrentStates | None = None) -> Batch:
     """So many tokens of each sequence, the first of them at these positions, 0 by default."""
     starts = [0] * len(lengths) if starts is None else starts
     positions = [start + i for start, length in zip(starts, lengths, strict=True) for i in range(length)]
@@ -25,10 +25,10 @@ def step(lengths: Sequence[int], starts: Sequence[int] | None = None, states: Fi
     return Batch(ids, ids, offsets, max(lengths, default=0), states=states)
 
 
-def pool(rows: int, *shapes: tuple[tuple[int, ...], torch.dtype]) -> FixedStates:
+def pool(rows: int, *shapes: tuple[tuple[int, ...], torch.dtype]) -> RecurrentStates:
     """One layer's tensors. What was never written must never be read."""
     tensors = tuple(torch.full((rows, *shape), torch.nan, dtype=dtype) for shape, dtype in shapes)
-    return FixedStates((tensors,), torch.empty(0, dtype=torch.int32))
+    return RecurrentStates((tensors,), torch.empty(0, dtype=torch.int32))
 
 
 def in_pieces(
@@ -36,7 +36,7 @@ def in_pieces(
     given: Sequence[Tensor],
     others: Sequence[Any],
     lengths: Sequence[int],
-    states: FixedStates,
+    states: RecurrentStates,
     cuts: Sequence[Sequence[int]],
 ) -> tuple[Tensor, Tensor]:
     """The results [tokens, ...] of packed sequences that run in several steps, and the rows that they had.
@@ -52,7 +52,9 @@ def in_pieces(
         runs = [number for number, count in enumerate(counts) if count]
         # A sequence without tokens stands in the step, too; it must leave its row alone.
         chosen = list(range(len(lengths))) if len(runs) % 2 else runs
-        batch = step([counts[i] for i in chosen], [done[i] for i in chosen], FixedStates(states.tensors, slots[chosen]))
+        batch = step(
+            [counts[i] for i in chosen], [done[i] for i in chosen], RecurrentStates(states.tensors, slots[chosen])
+        )
         rows = torch.tensor([firsts[i] + done[i] + at for i in chosen for at in range(counts[i])])
         arguments = [batch if one is HERE else one for one in others]
         result = run(*(one[rows] for one in given), *arguments)

@@ -21,7 +21,7 @@ from strata.kernels.recurrent.gated_norm import gated_rms_norm
 from strata.kernels.recurrent.sequences import StateSpaceSpec
 from strata.kernels.recurrent.short_convolution import short_convolution
 from strata.kernels.recurrent.state_space import state_space
-from strata.kernels.state.fixed import FixedStates
+from strata.kernels.state.recurrent import RecurrentStates
 from tests.kernels.launches.noted import empty as meta
 
 from .steps import HERE, in_pieces, pool, step
@@ -266,7 +266,7 @@ def test_padding_sequences_may_share_a_row() -> None:
     """They begin anew each time, so that nothing grows or spreads there."""
     rows, weights = space_inputs(4)
     of_pool = pool(3, *((shape, torch.float32) for shape in SPACE))
-    states = FixedStates(of_pool.tensors, torch.tensor([2, 0, 0, 0], dtype=torch.int32))
+    states = RecurrentStates(of_pool.tensors, torch.tensor([2, 0, 0, 0], dtype=torch.int32))
     fast = state_space.bind("cpu")
     found = fast(*rows, *weights, step([1, 1, 1, 1], None, states), SPEC)
     assert torch.allclose(found, fast(*rows, *weights, step([1, 1, 1, 1]), SPEC))
@@ -291,7 +291,7 @@ def test_costs_of_the_delta_rule_are_the_hand_counts() -> None:
     read = 2 * (2 * 7 * 14 + 7 * 30 + 2 * 7 * 6 + 2 * 6)
     found = gated_delta.cost(*rows, meta(6), meta(6), step([7]), 0, workload=Workload((7,), (7,)))
     assert found == Cost(flops, read, 420, 24)
-    states = FixedStates(((meta(3, 1), meta(3, HEADS, SIZE, DIM, dtype=torch.float32)),), meta(3))
+    states = RecurrentStates(((meta(3, 1), meta(3, HEADS, SIZE, DIM, dtype=torch.float32)),), meta(3))
     workload = Workload((6, 1), (6, 4))
     kept = gated_delta.cost(*rows, meta(6), meta(6), step([6, 1], None, states), 0, workload=workload)
     assert kept == Cost(flops, read + 840, 420 + 2 * 840, 24, 3 * 840)
@@ -300,7 +300,7 @@ def test_costs_of_the_delta_rule_are_the_hand_counts() -> None:
 def test_costs_of_state_spaces_are_the_hand_counts() -> None:
     """Three sequences: one begins, one goes on, one does not run."""
     workload = Workload((6, 1, 0), (6, 9, 4))
-    states = FixedStates(((meta(3, 1), meta(3, HEADS, DIM, SIZE, dtype=torch.float32)),), meta(3))
+    states = RecurrentStates(((meta(3, 1), meta(3, HEADS, DIM, SIZE, dtype=torch.float32)),), meta(3))
     rows = [meta(7, HEADS, DIM), meta(7, HEADS), meta(7, GROUPS, SIZE), meta(7, GROUPS, SIZE)]
     weights = [meta(HEADS), meta(HEADS), meta(HEADS)]
     # decay, take up (2), give (2) of 35 numbers; step times x, skip (2) of 5; 6 for the time step
@@ -320,7 +320,7 @@ def test_costs_of_convolutions_are_the_hand_counts() -> None:
     assert found == Cost(7 * 64 * (8 + 4), 896 + 512 + 128, 896, 512 + 128)
     found = short_convolution.cost(x, weight, None, step([7]), 0, False, workload=Workload((7,), (7,)))
     assert found == Cost(7 * 64 * 7, 896 + 512, 896, 512)
-    states = FixedStates(((meta(9, 64, 3),),), meta(2))
+    states = RecurrentStates(((meta(9, 64, 3),),), meta(2))
     workload = Workload((6, 1, 0), (6, 4, 5))
     found = short_convolution.cost(x, weight, None, step([6, 1, 0], None, states), 0, False, workload=workload)
     assert found == Cost(7 * 64 * 7, 896 + 512 + 384, 896 + 2 * 384, 512, 3 * 384)

@@ -15,14 +15,14 @@ from triton.runtime.jit import native_specialize_impl
 
 from strata.engine.engine_config import EngineConfig
 from strata.engine.ledger import DeviceMemory
-from strata.engine.startup.memory import RankPlace, rank_memory, rank_part, recurrent_bytes
+from strata.engine.startup.memory import RankPlace, rank_memory, rank_setup, recurrent_bytes
 from strata.hardware.specs import device
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.recurrent import delta_chunks_cuda, gated_delta_triton, state_space_triton
 from strata.kernels.recurrent.gated_delta import gated_delta
 from strata.kernels.recurrent.sequences import StateSpaceSpec
 from strata.kernels.recurrent.state_space import state_space
-from strata.kernels.state.fixed import FixedStates
+from strata.kernels.state.recurrent import RecurrentStates
 from strata.models.batch import Batch
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
@@ -117,13 +117,13 @@ def test_memory_is_planned_for_the_largest_step() -> None:
 
 
 def test_ranks_of_a_gpu_set_it_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of eight heads, once for steps that are launched and once for those that are recorded."""
+    """Of eight heads, once for steps that are launched and once for those that are captured."""
     config = config_from_dict(SHAPES["80B-A3B"])
     asked = EngineConfig("nowhere", tensor_parallel_size=4, max_model_len=4096)
     place = RankPlace(
         torch.device("cuda"), DeviceLimits.listed(device("h200")), 0, DeviceMemory("a GPU", 141 << 30, 141 << 30)
     )
-    part = rank_part(asked, config, place)
+    part = rank_setup(asked, config, place)
     found = rank_memory(asked, config, place, part)
     monkeypatch.setattr("strata.engine.startup.memory.recurrent_bytes", lambda *given: 0)
     without = rank_memory(asked, config, place, part)
@@ -161,7 +161,7 @@ def batches(shape: tuple[int, ...]) -> list[tuple[int, Batch]]:
     """Where its rows begin, and a batch: whole prompts that keep nothing, and one in pieces of which some are of a
     token, which begin at addresses that are not multiples of 16."""
     states = pool(2, ((1,), torch.float32), (shape, torch.float32))
-    kept = FixedStates(states.tensors, torch.ones(1, dtype=torch.int32))
+    kept = RecurrentStates(states.tensors, torch.ones(1, dtype=torch.int32))
     pieces, done = [], 0
     for count in (37, 1, 1, 61):
         pieces.append((done, step([count], [done], kept)))

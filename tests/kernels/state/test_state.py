@@ -16,7 +16,7 @@ from strata.kernels.sampling.sampling import NO_ID
 from strata.kernels.state.gather_tables import gather_tables, newest_tokens
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
-from strata.kernels.state.rounded_rows import round_rows, widen_rows
+from strata.kernels.state.quantized_rows import round_rows, widen_rows
 
 KINDS = [torch.float8_e4m3fn, torch.int8]
 HEADS, KV_HEADS, DIM, PAGE_SIZE = 6, 2, 16, 4
@@ -65,7 +65,7 @@ def test_rows_at_the_ends_of_the_range(kind: torch.dtype) -> None:
 def pools(kind: torch.dtype, lengths: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[KVPool, PagedKV]:
     """Pages in falling order; what was never written is poison."""
     most = -(-max(lengths) // PAGE_SIZE)
-    shape = PoolShape(2, PAGE_SIZE, KV_HEADS, DIM, torch.float32, rounded=kind)
+    shape = PoolShape(2, PAGE_SIZE, KV_HEADS, DIM, torch.float32, quantized=kind)
     pool = KVPool(shape, most * len(lengths), torch.device("cpu"))
     for poisoned in (pool.all_keys, pool.all_values):
         poisoned.view(torch.uint8).fill_(0x7F)
@@ -137,7 +137,7 @@ def _page(pages: PagedKV, number: int) -> Tensor:
 
 
 def test_a_page_has_a_byte_for_each_value_and_head() -> None:
-    assert PoolShape(3, 16, 8, 128, torch.bfloat16, rounded=torch.int8).page_bytes == 2 * 3 * 16 * 8 * 129
+    assert PoolShape(3, 16, 8, 128, torch.bfloat16, quantized=torch.int8).page_bytes == 2 * 3 * 16 * 8 * 129
 
 
 def _int32(*values: int) -> torch.Tensor:

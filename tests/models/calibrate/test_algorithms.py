@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.kernels.quant.packed import Scheme, dense, unpacked_values
+from strata.kernels.quant.quantized import Scheme, dense, unpacked_values
 from strata.models.quantized.calibrate import folds
 from strata.models.quantized.calibrate.column_scaling import mean_shares, scaling, smoothing
 from strata.models.quantized.calibrate.folds import Fold

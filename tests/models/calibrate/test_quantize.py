@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from strata import LLM, SamplingParams
-from strata.kernels.quant.packed import dense
+from strata.kernels.quant.quantized import dense
 from strata.kernels.quant.schemes import SCHEMES
 from strata.models.checkpoint import read_checkpoint
 from strata.models.generation_config import read_generation_config
@@ -188,7 +188,7 @@ def test_experts_in_one_tensor_stay_in_floats_and_the_folder_is_read_again(
     names = [name for name, _ in source.model.named_parameters() if ".self_attn." in name and "_proj.weight" in name]
     scheme = rounding("int8_weights").packing
     store = WeightStore.load(tmp_path / "out", dict.fromkeys(names, scheme), dtype="float32")
-    made, found = store.model, store.packed
+    made, found = store.model, store.quantized
     for name, parameter in source.model.named_parameters():
         if name in names:
             assert (dense(found[name]) - parameter).abs().max() < 0.01
@@ -240,7 +240,7 @@ def test_a_model_of_float64_has_scales_that_can_be_read(scheme: str, method: str
     scales = [one for name, one in stored(out).items() if name.endswith("weight_scale")]
     assert {one.dtype for one in scales} == {torch.float32}
     products = {name.removesuffix("_packed") for name in stored(out) if "proj.weight" in name and "_s" not in name}
-    packed = WeightStore.load(out, dict.fromkeys(products, SCHEMES[scheme])).packed
+    packed = WeightStore.load(out, dict.fromkeys(products, SCHEMES[scheme])).quantized
     assert len(packed) == len(scales)
 
 

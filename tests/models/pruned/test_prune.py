@@ -75,9 +75,9 @@ def test_the_report_counts_what_is_stored(model: Path, halved: Path) -> None:
     assert everything.zeros == sum(int((one == 0).sum()) for one in tensors.values())
     assert (everything.matrices, everything.two_of_four) == (14, 14)
     assert everything.nbytes == sum(one.nbytes for one in tensors.values())
-    assert everything.packed_bytes == everything.nbytes * 9 // 16
+    assert everything.quantized_bytes == everything.nbytes * 9 // 16
     plain = zeros_of(model)[-1]
-    assert (plain.two_of_four, plain.packed_bytes) == (0, plain.nbytes)
+    assert (plain.two_of_four, plain.quantized_bytes) == (0, plain.nbytes)
 
 
 def test_small_inputs_of_second_products_are_counted(model: Path) -> None:

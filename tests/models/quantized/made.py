@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Generator, Tensor
 
 from strata.models.checkpoint import read_checkpoint
-from strata.models.quantized.formats.read import PackedFormat, read_format
+from strata.models.quantized.formats.read import QuantizedFormat, read_format
 
 E4M3 = torch.float8_e4m3fn
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
@@ -381,7 +381,7 @@ def make(
     return stored, dense
 
 
-def read(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> PackedFormat | None:
+def read(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> QuantizedFormat | None:
     """Through files, as a checkpoint."""
     folder.mkdir(exist_ok=True, parents=True)
     whole = {"quantization_config": config}

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from strata.graph.bind import bind
-from strata.graph.capture import capture, capture_head
 from strata.graph.fuse import fuse
 from strata.graph.merge import merge
 from strata.graph.quantize import quantize, weights_of_products
-from strata.kernels.quant.packed import Scheme, dense, round_activations
+from strata.graph.trace import trace, trace_head
+from strata.kernels.quant.quantized import Scheme, dense, round_activations
 from strata.models.config import config_from_dict
 from strata.models.families import build
 from strata.models.layers import CausalLM, Linear
 from strata.models.quantized.formats.compressed_rules import Group, Numbers, Rules
-from strata.models.quantized.formats.read import PackedFormat, read_format
+from strata.models.quantized.formats.read import QuantizedFormat, read_format
 from tests.dummies import randomize
 from tests.models.batches import packed, random_sequences
 from tests.models.calibrate.models import LLAMA as THREE_LAYERS
@@ -33,7 +33,7 @@ LLAMA = THREE_LAYERS | {"num_hidden_layers": 1}
 OWNERS = {"a.proj": (72, 64), "b.experts.3.down_proj": (40, 96)}
 
 
-def found(format: PackedFormat | None) -> PackedFormat:
+def found(format: QuantizedFormat | None) -> QuantizedFormat:
     assert format is not None
     return format
 
@@ -89,7 +89,7 @@ def test_scales_of_a_cache_are_passed_over_where_the_config_tells_of_one(
 def made_llama() -> tuple[CausalLM, dict[str, tuple[int, int]]]:
     model = build(config_from_dict(LLAMA))
     randomize(model, 0)
-    names = [name for name in weights_of_products([capture(model), capture_head(model)]) if "layers" in name]
+    names = [name for name in weights_of_products([trace(model), trace_head(model)]) if "layers" in name]
     return model, {name.removesuffix(".weight"): tuple(model.get_parameter(name).shape) for name in names}
 
 
@@ -120,7 +120,7 @@ def test_a_llama_runs_from_it_as_from_what_it_stands_for(name: str, tmp_path: Pa
     format = found(read(tmp_path, layout.config, stored | kept))
     weights = {one: format.read(one, *((0, size) for size in format.shape(one))) for one in format.matrices}
     batch = packed(random_sequences(LLAMA["vocab_size"], (9, 4)))
-    bound = bind(fuse(merge(quantize(capture(model), weights))), "cpu")(batch)
+    bound = bind(fuse(merge(quantize(trace(model), weights))), "cpu")(batch)
     plain_llama(model, expected, layout, weights[f"{next(iter(owners))}.weight"].scheme)
     torch.testing.assert_close(model.head(bound), model.head(model(batch)), rtol=1e-4, atol=1e-4)
 

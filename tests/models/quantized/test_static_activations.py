@@ -14,13 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from strata.engine.startup.packing import Packing
 from strata.graph.bind import bind
-from strata.graph.capture import capture
 from strata.graph.fuse import fuse
 from strata.graph.fuse_rounding import fuse_rounding
 from strata.graph.merge import merge
 from strata.graph.quantize import quantize, weights_of_products
+from strata.graph.trace import trace
 from strata.graph.walk import operation_counts
-from strata.kernels.quant.packed import PackedWeight, dense, join, joinable, pack
+from strata.kernels.quant.quantized import QuantizedWeight, dense, join, joinable, pack
 from strata.kernels.quant.round_rows import round_rows
 from strata.kernels.quant.schemes import SCHEMES
 from strata.models.config import config_from_dict, read_config
@@ -28,7 +28,7 @@ from strata.models.experts import stored_parameters
 from strata.models.families import build
 from strata.models.layers import CausalLM
 from strata.models.save import save
-from strata.models.weights import WeightStore, load, packed_bytes
+from strata.models.weights import WeightStore, load, quantized_bytes
 from strata.parallel.serving_shard import RankShard
 from tests.dummies import randomize
 from tests.engine.ranks.layouts import CONFIG as MIXTURE
@@ -95,19 +95,19 @@ def rounds(twin: nn.Module, scales: dict[str, Tensor]) -> None:
         linear.register_forward_pre_hook(hook(scales[name]))
 
 
-def loaded(folder: Path) -> tuple[CausalLM, dict[str, PackedWeight]]:
+def loaded(folder: Path) -> tuple[CausalLM, dict[str, QuantizedWeight]]:
     config = config_from_dict(json.loads((folder / "config.json").read_text()))
     with torch.device("meta"):
         empty = build(config)
     schemes = Packing.of(None, empty, folder=folder).schemes
     store = WeightStore.load(folder, schemes, dtype="float32")
-    return store.model, store.packed
+    return store.model, store.quantized
 
 
 def logits_of(folder: Path, sequences: list[list[int]], **changes: Any) -> Tensor:
     model, weights = loaded(folder)
     weights = {name: weight._replace(**changes) for name, weight in weights.items()}
-    graph = bind(fuse(merge(quantize(capture(model), weights))), "cpu")
+    graph = bind(fuse(merge(quantize(trace(model), weights))), "cpu")
     return model.head(graph(packed_batch(sequences)))
 
 
@@ -164,7 +164,7 @@ def test_experts_have_the_largest_of_all_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": FP8}))
     for part in (None, *shards):
         schemes = Packing.of(None, complete if part is None else part.build(), part, tmp_path).schemes
-        found = WeightStore.load(tmp_path, schemes, part=part).packed
+        found = WeightStore.load(tmp_path, schemes, part=part).quantized
         scales = {name.rpartition(".")[2]: weight.input_scale for name, weight in found.items()}
         assert scales == {f"{product}_proj": scale for product, scale in largest.items()}
 
@@ -207,14 +207,14 @@ def test_rows_are_divided_cut_off_and_rounded(kind: str) -> None:
 @torch.no_grad()
 def test_rows_rounded_where_they_are_made_have_the_same_bits(scheme: str) -> None:
     model, batch = Tiny(), packed_tiny(5, 3)
-    names = [name for name in weights_of_products([capture(model)]) if "layers" in name]
+    names = [name for name in weights_of_products([trace(model)]) if "layers" in name]
     weights = {name: pack(model.get_parameter(name), SCHEMES[scheme]) for name in names}
     weights = {
         name: one._replace(input_scale=0.01 + 0.002 * place) for place, (name, one) in enumerate(weights.items())
     }
-    wanted, graph = (fuse(merge(quantize(capture(model), weights))) for _ in range(2))
+    wanted, graph = (fuse(merge(quantize(trace(model), weights))) for _ in range(2))
     fuse_rounding(graph, torch.float32, lambda weight: bool(weight.activations))
-    assert operation_counts(graph)["rounded_linear"] == 3 * LAYERS
+    assert operation_counts(graph)["quantized_linear"] == 3 * LAYERS
     assert torch.equal(bind(graph, "reference")(batch), bind(wanted, "reference")(batch))
 
 
@@ -275,7 +275,7 @@ def check(folder: Path, scheme: str, wanted: CausalLM, shard: RankShard | None) 
         own = build(config) if shard is None else shard.build()
     packing = Packing.of(scheme, own, shard)
     store = WeightStore.load(folder, packing.schemes, part=shard)
-    model, packed = store.model, store.packed
+    model, packed = store.model, store.quantized
     for name, parameter in wanted.named_parameters():
         if name not in packed:
             assert torch.equal(model.get_parameter(name), parameter), name
@@ -291,7 +291,7 @@ def check(folder: Path, scheme: str, wanted: CausalLM, shard: RankShard | None) 
         assert shapes == held
     allocated = sum(one.nbytes for one in model.parameters() if not one.is_meta)
     allocated += sum(one.nbytes for one in model.buffers()) + sum(one.nbytes for one in packed.values())
-    assert packed_bytes(own, torch.float32, packing.planned) == allocated
+    assert quantized_bytes(own, torch.float32, packing.planned) == allocated
 
 
 @torch.no_grad()
@@ -302,8 +302,8 @@ def test_dummy_weights_are_those_of_a_plain_model(folder: Path) -> None:
         shard = RankShard.of(config, 2, 1)
     options: dict[str, Any] = {"dtype": "bfloat16", "load_format": "dummy", "seed": 3}
     store = WeightStore.load(folder, schemes, **options)
-    model, packed = store.model, store.packed
-    part = WeightStore.load(folder, schemes, part=shard, **options).packed
+    model, packed = store.model, store.quantized
+    part = WeightStore.load(folder, schemes, part=shard, **options).quantized
     assert torch.equal(
         model.get_parameter("model.embed_tokens.weight"), twin.get_parameter("model.embed_tokens.weight")
     )
@@ -362,5 +362,5 @@ def test_parts_of_recurrent_models_have_the_scales_of_the_whole(
     if config.experts is not None:
         check(tmp_path, scheme, *shard_of(twin, config, 2, 1, expert_parallel=True)[::-1])
     dummy, _ = load(tmp_path, load_format="dummy", seed=3)
-    packed = WeightStore.load(tmp_path, schemes, load_format="dummy", seed=3).packed
+    packed = WeightStore.load(tmp_path, schemes, load_format="dummy", seed=3).quantized
     assert all(torch.equal(dense(packed[one]), packed_apart(dummy, one)) for one in experts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from strata.engine.watch.verdict import Remedy, Verdict
-from strata.plan.explain.explanation import Explanation, OperationTime, Part, Peaks, StepTime, Waterfall
+from strata.plan.explain.explanation import Explanation, LostTime, OperationTime, Peaks, StepTime, Waterfall
 
 HOSTILE = "<script>alert(\"8B\")</script> & 'friends'"
 
@@ -31,13 +31,13 @@ def sample(title: str = "8B, 32 requests of 1,024 + 400 tokens") -> Explanation:
     )
     whole = 1.9
     parts = (
-        Part("launch gaps", "graph", "launch", 0.09),
-        Part("linear over its floor", "kernel", "memory", 0.15),
-        Part("attention over its floor", "kernel", "memory", 0.11),
-        Part("other operations over their floor", "kernel", "memory", 0.06),
-        Part("exposed messages", "system", "communication", 0.04),
-        Part("host gaps", "system", "host", 0.21),
-        Part("padding of recorded sizes", "graph", "padding", 0.05),
+        LostTime("launch gaps", "graph", "launch", 0.09),
+        LostTime("linear over its floor", "kernel", "memory", 0.15),
+        LostTime("attention over its floor", "kernel", "memory", 0.11),
+        LostTime("other operations over their floor", "kernel", "memory", 0.06),
+        LostTime("exposed messages", "system", "communication", 0.04),
+        LostTime("host gaps", "system", "host", 0.21),
+        LostTime("padding of recorded sizes", "graph", "padding", 0.05),
     )
     waterfall = Waterfall(whole, whole - sum(part.seconds for part in parts) - 0.012, parts)
     remedies = (

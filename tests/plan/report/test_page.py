@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from strata.engine.watch.verdict import Remedy, Verdict
-from strata.plan.explain.explanation import Explanation, OperationTime, Part, StepTime, Waterfall
+from strata.plan.explain.explanation import Explanation, LostTime, OperationTime, StepTime, Waterfall
 from strata.plan.report.page import html_page, ordered
 from strata.plan.report.roofline import points
 from strata.plan.report.timeline import timeline, timeline_text
@@ -67,7 +67,7 @@ def test_every_text_of_others_is_escaped() -> None:
     """A name that is markup is shown as it is, wherever a value holds it, and no element comes of it."""
     value = sample()
     operation = replace(value.operations[0], name=HOSTILE, bound='"><script>')
-    part = Part(HOSTILE, "kernel", "compute", 0.1)
+    part = LostTime(HOSTILE, "kernel", "compute", 0.1)
     verdict = Verdict("graph", HOSTILE, "launch", (HOSTILE,), (Remedy(HOSTILE, 0.1, HOSTILE),))
     waterfall = Waterfall(1.9, 1.8, (part,))
     hostile = Explanation(HOSTILE, HOSTILE, waterfall, verdict, (operation,), value.steps, (HOSTILE,), value.peaks)
@@ -126,7 +126,7 @@ def test_bars_of_the_waterfall_follow_one_another_down_to_the_floor() -> None:
 
 
 def test_parts_that_tell_of_too_much_stay_in_the_picture() -> None:
-    parts = (Part("host gaps", "system", "host", 3.0),)
+    parts = (LostTime("host gaps", "system", "host", 3.0),)
     found = Page(html_page(replace(sample(), waterfall=Waterfall(2.0, 1.0, parts))))
     styles = [str(attributes["style"]) for _, attributes in found.elements if "style" in attributes]
     for style in styles:

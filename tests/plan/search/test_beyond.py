@@ -161,7 +161,7 @@ def test_the_best_has_the_checkpoints_precision_and_fewer_bits_stand_beside_it(p
     assert plan.best.settings.precision == AS_CHECKPOINT
     assert plan.command is not None
     assert "--quantization" not in plan.command
-    (packed,) = plan.packed
+    (packed,) = plan.quantized
     assert packed.tokens > plan.best.tokens
     assert not packed.blocked
     words = command(packed, "1B", length=1200, per_host=2)

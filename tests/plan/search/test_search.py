@@ -18,7 +18,7 @@ from strata.cli import serve as serve_cli
 from strata.cli.main import app
 from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.ledger import DeviceMemory, Ledger, PoolTooSmall
-from strata.engine.startup.memory import RankPlace, planned_memory, rank_memory, rank_part
+from strata.engine.startup.memory import RankPlace, planned_memory, rank_memory, rank_setup
 from strata.hardware.specs import device
 from strata.kernels.device_limits import DeviceLimits
 from strata.models.config import ModelConfig, config_from_dict
@@ -70,7 +70,7 @@ def asked(machine: Machine) -> Callable[..., Search]:
 def test_memory_of_8b_by_hand(machine: Machine) -> None:
     memory = Memory(find_config("8B"), machine, TRAFFIC, "8B")
     for tensor in (1, 2):
-        held = memory.held(ServingLayout(tensor), 64, 8192, AS_CHECKPOINT)
+        held = memory.rank_memory(ServingLayout(tensor), 64, 8192, AS_CHECKPOINT)
         vocabulary, norms = 2 * 128256 * 4096, 65 * 4096
         matrices = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
         angles = 4 * 1200 * 128  # the rotary embedding's, of the longest request
@@ -83,7 +83,9 @@ def test_memory_of_8b_by_hand(machine: Machine) -> None:
 
 def test_pages_of_stages_are_those_of_the_stage_with_the_least_room(machine: Machine) -> None:
     """By hand: 8B through four stages has 8, 9, 9 and 6 layers, so that a page is largest in the second."""
-    held = Memory(find_config("8B"), machine, TRAFFIC, "8B").held(ServingLayout(stages=4), 64, 8192, AS_CHECKPOINT)
+    held = Memory(find_config("8B"), machine, TRAFFIC, "8B").rank_memory(
+        ServingLayout(stages=4), 64, 8192, AS_CHECKPOINT
+    )
     assert held.page_bytes == 16 * 9 * 2 * 8 * 128 * 2
     assert held.weights == 2 * 9 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336 + 2 * 4096) + 4 * 1200 * 128
 
@@ -93,7 +95,7 @@ def test_windows_have_the_room_that_the_engine_gives_them(machine: Machine, sequ
     """Against the ledger of an engine that starts with so much memory: three layers of four see 512 tokens."""
     config = replace(find_config("1B"), windows=(512, 512, 512, None) * 4)
     traffic = Traffic.of(3000, 1000)
-    held = Memory(config, machine, traffic, "1B").held(ServingLayout(), sequences, 8192, AS_CHECKPOINT)
+    held = Memory(config, machine, traffic, "1B").rank_memory(ServingLayout(), sequences, 8192, AS_CHECKPOINT)
     asked = EngineConfig("1B", max_model_len=4000, max_num_seqs=sequences, max_num_batched_tokens=8192)
     engine = predicted_ledger(asked, config)
     assert held.tokens == pytest.approx(engine.tokens, rel=0.002)
@@ -121,12 +123,12 @@ def test_fewer_bits_have_the_memory_that_the_engine_gives_them(
     config = find_config(model).with_layers(range(6))
     asked = EngineConfig(model, max_model_len=1200, max_num_seqs=64, max_num_batched_tokens=8192,
                          **layout.options, **precision.options)  # fmt: skip
-    held = Memory(config, machine, TRAFFIC, model).held(layout, 64, 8192, precision)
+    held = Memory(config, machine, TRAFFIC, model).rank_memory(layout, 64, 8192, precision)
     engine = []
     for index in sorted({0, asked.ranks // 2, asked.ranks - 1}):
         memory = DeviceMemory("NVIDIA H200", int(141e9) - CONTEXT, int(141e9))
         place = RankPlace(torch.device("cuda"), DeviceLimits.listed(device("h200")), index, memory)
-        engine.append(rank_memory(asked, config, place, rank_part(asked, config, place)))
+        engine.append(rank_memory(asked, config, place, rank_setup(asked, config, place)))
     least = min(engine, key=lambda one: one.pages)
     assert (held.weights, held.page_bytes) == (least.weights, least.page_bytes)
     assert held.workspace == least.activations + least.sequences + least.graphs + least.messages
@@ -298,7 +300,7 @@ def test_fixed_states_have_the_memory_that_the_engine_gives_them(name: str, mach
     memory = Memory(config, machine, TRAFFIC, name)
     asked = memory.engine_config(layout, 5, 2048)
     sizes = EngineSizes.of(asked, config, torch.device("cuda"), DeviceLimits.listed(device("h200")))
-    ample = memory.held(layout, 5, 2048, AS_CHECKPOINT)
+    ample = memory.rank_memory(layout, 5, 2048, AS_CHECKPOINT)
     channels, state = (120, 6 * 8 * 12) if name == "mamba2" else (88, 6 * 8 * 10)
     assert ample.state_bytes == 2 * (channels * 3 * 2 + state * 4)
     assert (ample.states, ample.page_bytes) == (6 * ample.state_bytes, 0 if name == "mamba2" else 16 * 2 * 2 * 6 * 2)

@@ -355,7 +355,7 @@ def stored(size: int) -> StoredResponse:
 
 
 def test_the_store_makes_room_by_count_and_by_bytes() -> None:
-    store = ResponseStore(most=3, most_bytes=10_000)
+    store = ResponseStore(most=3, max_bytes=10_000)
     for number in range(3):
         store.put("a", str(number), stored(10))
     assert store.get("a", "0") == stored(10)  # used, so that 1 is the oldest
@@ -369,7 +369,7 @@ def test_the_store_makes_room_by_count_and_by_bytes() -> None:
 
 
 def test_callers_neither_find_nor_push_out_each_others_responses() -> None:
-    store = ResponseStore(most=2, most_bytes=10_000)
+    store = ResponseStore(most=2, max_bytes=10_000)
     store.put("a", "1", stored(10))
     for number in range(5):
         store.put("b", str(number), stored(10))

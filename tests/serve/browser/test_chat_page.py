@@ -20,9 +20,9 @@ from tests.serve.live import LiveServer
 LAST = ".message.assistant:last-child"
 
 
-def ask(browser: Browser, text: str, most_tokens: int | None = None) -> None:
-    if most_tokens is not None:
-        browser.run("document.querySelector('#max_tokens').value = arguments[0]", most_tokens)
+def ask(browser: Browser, text: str, token_limit: int | None = None) -> None:
+    if token_limit is not None:
+        browser.run("document.querySelector('#max_tokens').value = arguments[0]", token_limit)
         browser.run("document.querySelector('#sampling').dispatchEvent(new Event('input', {bubbles: true}))")
     browser.write("#prompt", text)
     browser.press("Enter")

@@ -23,7 +23,7 @@ from strata.engine.process.messages import (
     Statistics,
     Step,
 )
-from strata.engine.routing.router import BLOCK_TOKENS, Standing
+from strata.engine.routing.router import BLOCK_TOKENS, ReplicaState
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.client import EngineClient, EngineGone
 from strata.serve.routing import replicas as module
@@ -197,7 +197,7 @@ async def test_a_drained_replica_finishes_what_it_has_and_gets_no_more(
         stream = replicas.submit(add("a", [*DOCUMENT, 1]))
         await engines[0].heard()
         replicas.drain(0)
-        assert (replicas.standing(0), replicas.standing(1)) == (Standing.DRAINING, Standing.SERVING)
+        assert (replicas.standing(0), replicas.standing(1)) == (ReplicaState.DRAINING, ReplicaState.SERVING)
         assert not replicas.has_drained(0)
         with pytest.raises(LastReplica, match="replica 1 is the last"):
             replicas.drain(1)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from strata.models.config import config_from_dict
 from strata.text.tokenizer import Tokenizer
-from strata.train.data.loader import DataPosition, Loader, Step, check_data, prefetch
+from strata.train.data.loader import DataPosition, LoadedStep, Loader, check_data, prefetch
 from strata.train.data.mixture import BLOCK, Mixture
 from strata.train.data.pack import best_fit
 from strata.train.data.permutation import mixed, permuted
@@ -134,7 +134,7 @@ def steps(
     rank: int,
     ranks: int,
     place: DataPosition = DataPosition(),  # noqa: B008
-) -> list[Step]:
+) -> list[LoadedStep]:
     loader = Loader(Mixture(datasets, [1.0, 1.0], seed=2), 64, 8, 50, rank=rank, ranks=ranks)
     made = []
     for _ in range(count):
@@ -143,7 +143,7 @@ def steps(
     return made
 
 
-def ids(step: Step) -> list[list[tuple[int, int, int]]]:
+def ids(step: LoadedStep) -> list[list[tuple[int, int, int]]]:
     """What is in each pack."""
     samples = [batch.samples for batch in step.batches if batch.samples is not None]
     return [list(zip(*map(list, (one.positions, one.datasets, one.numbers)), strict=True)) for one in samples]
@@ -221,11 +221,11 @@ class Counted(Loader):
     def __init__(self, bad: int | None = None) -> None:
         self.asked, self.bad = 0, bad
 
-    def step(self, place: DataPosition) -> Step:
+    def step(self, place: DataPosition) -> LoadedStep:
         self.asked += 1
         if place.window == self.bad:
             raise OSError("the disk is gone")
-        return Step([], DataPosition(place.window + 1), 0, 1.0)
+        return LoadedStep([], DataPosition(place.window + 1), 0, 1.0)
 
 
 def threads() -> list[str]:

@@ -364,8 +364,8 @@ def test_documents_do_not_depend_on_parts_and_shards(
     for name, content in (("a", "A short one."), ("b", text), ("c", "Another short one.")):
         (tmp_path / f"in/{name}.txt").write_bytes(content.encode())
     tokenize([tmp_path / "in"], folder, tmp_path / "whole", longest=longest)
-    monkeypatch.setattr(long_text, "BYTES_PER_PART", bytes_per_part)
-    monkeypatch.setattr("strata.train.data.tokenize.BYTES_PER_PART", bytes_per_part)
+    monkeypatch.setattr(long_text, "BYTES_PER_CHUNK", bytes_per_part)
+    monkeypatch.setattr("strata.train.data.tokenize.BYTES_PER_CHUNK", bytes_per_part)
     seen: list[tuple[int, int]] = []
     out = tmp_path / "parts"
     made = tokenize(
@@ -385,8 +385,8 @@ def test_documents_do_not_depend_on_parts_and_shards(
 
 def test_a_stopped_run_goes_on_with_parts_and_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, out = BUILTIN_FOLDER, tmp_path / "out"
-    monkeypatch.setattr("strata.train.data.tokenize.BYTES_PER_PART", 1000)
-    monkeypatch.setattr(long_text, "BYTES_PER_PART", 1000)
+    monkeypatch.setattr("strata.train.data.tokenize.BYTES_PER_CHUNK", 1000)
+    monkeypatch.setattr(long_text, "BYTES_PER_CHUNK", 1000)
     (tmp_path / "a.txt").write_bytes(a_text(1200).encode())
 
     class Stopped(Exception):

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
 from strata.comm.observer import CollectiveCall
-from strata.train.data.loader import DataPosition, Position, Step
+from strata.train.data.loader import DataPosition, LoadedStep, Position
 from strata.train.faults.config import FaultsConfig
 from strata.train.faults.guard import LossGuard, StepVerdict, VerdictKind
 from strata.train.faults.hang import HUNG
@@ -337,7 +337,7 @@ def three(world: World, folder: Path) -> list[Any]:
             clock.begin()
             time.sleep(0.24 if world.rank == 1 else 0.06)
             clock.end()
-            meter.count(Step([], DataPosition(), 0, 1.0), StepFlops())
+            meter.count(LoadedStep([], DataPosition(), 0, 1.0), StepFlops())
         values, about_ranks = meter.line(Position(step=3 * interval), 1e-3)
         lines.append([values["slowest_rank"], values["slowest_share"], about_ranks])
     return lines

@@ -159,7 +159,7 @@ def test_no_ranks_are_refused() -> None:
 def test_a_rank_that_fails_ends_although_python_would_wait(
     monkeypatch: pytest.MonkeyPatch, error: str, code: int, last: str
 ) -> None:
-    """As NCCL's end waits for recorded steps; the launcher waits for the rank, and so would all others."""
+    """As NCCL's end waits for captured steps; the launcher waits for the rank, and so would all others."""
     lines = (
         "import threading",
         "from strata.cli.ending import explanation",

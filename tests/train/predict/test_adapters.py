@@ -14,7 +14,7 @@ import torch
 
 from strata.cli.train_estimate import estimate_text
 from strata.files.toml_tables import read_table
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.quant.quantized import QuantizedWeight
 from strata.models.config import read_config
 from strata.models.layers import CausalLM
 from strata.models.shapes import SHAPES
@@ -119,7 +119,7 @@ def test_frozen_bytes_are_what_a_model_holds(scheme: str | None, folder: Path) -
     config = read_config(folder)
     model = frozen(folder, scheme, dtype=torch.bfloat16)
     tensors = [*model.parameters(), *model.buffers()]
-    packed = [one for part in model.modules() for one in vars(part).values() if isinstance(one, PackedWeight)]
+    packed = [one for part in model.modules() for one in vars(part).values() if isinstance(one, QuantizedWeight)]
     held = sum(one.nbytes for one in tensors) + sum(one.nbytes for one in packed)
     step = AdapterStep.of(run(folder, tokens=64, quantization=scheme), config, Layout())
     assert step.memory("none").frozen == held

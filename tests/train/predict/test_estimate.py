@@ -14,7 +14,7 @@ from strata.hardware.figures import Device
 from strata.hardware.specs import device
 from strata.kernels.activation.silu_mul import clamped_swiglu
 from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequences
-from strata.kernels.attention.train import packed
+from strata.kernels.attention.train import whole_sequences
 from strata.kernels.loss.loss import linear_cross_entropy
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
@@ -34,7 +34,7 @@ T6 = TrainShape(config_from_dict(SHAPES["1B"], "1B"), 16384, 8192)
 WEIGHTS, LAYERS, HEAD = 1_498_482_688, 16 * (2048 * (3072 + 2048 + 3 * 8192)), 128256 * 2048
 
 
-def least_seconds(shape: TrainShape, recompute: str, on: Device) -> float:
+def min_seconds(shape: TrainShape, recompute: str, on: Device) -> float:
     return min_time(shape, recompute, on).seconds
 
 
@@ -120,20 +120,20 @@ def test_least_time_by_hand() -> None:
     h200 = device("h200")
     forward = 2 * LAYERS + 2 * 16 * 2048 * 8193
     rest = 16384 * 6 * HEAD / 800e12 + 28 * WEIGHTS / 4.28e12
-    assert least_seconds(T6, "none", h200) == pytest.approx(16384 * 3 * forward / 800e12 + rest)
-    assert least_seconds(T6, "operations", h200) == least_seconds(T6, "none", h200)
+    assert min_seconds(T6, "none", h200) == pytest.approx(16384 * 3 * forward / 800e12 + rest)
+    assert min_seconds(T6, "operations", h200) == min_seconds(T6, "none", h200)
     last = 2 * 16 * 2048 * 8192  # the product whose result is only added to the residual
-    assert least_seconds(T6, "layers", h200) == pytest.approx(16384 * (4 * forward - last) / 800e12 + rest)
+    assert min_seconds(T6, "layers", h200) == pytest.approx(16384 * (4 * forward - last) / 800e12 + rest)
     widest = 16384 * 2 * 16 * 2048 * 2 * 8192
-    assert least_seconds(T6, "mlp", h200) == pytest.approx(least_seconds(T6, "none", h200) + widest / 800e12)
+    assert min_seconds(T6, "mlp", h200) == pytest.approx(min_seconds(T6, "none", h200) + widest / 800e12)
     saved = 16384 * 6 * LAYERS * (1 / 800e12 - 1 / 1470e12)
-    found = least_seconds(replace(T6, precision="fp8-tensor"), "none", h200)
-    assert found == pytest.approx(least_seconds(T6, "none", h200) - saved)
-    twice = least_seconds(replace(T6, batches=2), "none", h200)
+    found = min_seconds(replace(T6, precision="fp8-tensor"), "none", h200)
+    assert found == pytest.approx(min_seconds(T6, "none", h200) - saved)
+    twice = min_seconds(replace(T6, batches=2), "none", h200)
     # One update, whose gradients are sums in float32.
-    assert twice == pytest.approx(2 * least_seconds(T6, "none", h200) - 26 * WEIGHTS / 4.28e12)
+    assert twice == pytest.approx(2 * min_seconds(T6, "none", h200) - 26 * WEIGHTS / 4.28e12)
     # Measured: 284.0 ms.
-    assert 0.6 < least_seconds(T6, "none", h200) / 0.284 < 0.75
+    assert 0.6 < min_seconds(T6, "none", h200) / 0.284 < 0.75
 
 
 def test_the_command_prints_all_ways_and_marks_one() -> None:
@@ -153,7 +153,7 @@ def test_experts_keep_the_results_of_their_products() -> None:
     narrow = replace(shape, tokens=131072)  # so that activations, not gradients, are the fullest moment
     assert memory(narrow, "operations").activations == 48 * 131072 * (attention + rows)
     assert memory(narrow, "mlp").activations == 48 * 131072 * (attention + rows - 2 * 8 * 2 * 768)
-    none, operations, more, most = (least_seconds(shape, one, h200) for one in RECOMPUTE)
+    none, operations, more, most = (min_seconds(shape, one, h200) for one in RECOMPUTE)
     assert operations == none
     assert more - none == pytest.approx(48 * 16384 * 2 * 8 * 2 * 768 * 2048 / 800e12)
     assert most > more
@@ -178,7 +178,7 @@ def test_gpt_oss_keeps_all_scores_and_wide_gates() -> None:
     config = config_from_dict(SHAPES["gpt-oss-20b"], "gpt-oss-20b")
     given = [torch.randn(192, heads, 64, dtype=torch.bfloat16).requires_grad_() for heads in (64, 8, 8)]
     batch, sinks = Sequences(torch.tensor([0, 64, 128, 192]), 64, None), torch.zeros(64).requires_grad_()
-    scores = saved_bytes(lambda: packed(AttentionCall(*given, batch, AttentionSpec(0, 0.125), sinks))) // 192
+    scores = saved_bytes(lambda: whole_sequences(AttentionCall(*given, batch, AttentionSpec(0, 0.125), sinks))) // 192
     assert config.experts is not None
     clamp, width = config.experts.clamp, config.experts.intermediate_size
     both = torch.randn(192, 2 * width, dtype=torch.bfloat16).requires_grad_()

@@ -110,7 +110,7 @@ def test_a_loss_with_gradients_takes_no_product_twice() -> None:
 
 def test_pipeline_ranks_hold_their_stages_and_as_many_micro_batches_as_are_under_way() -> None:
     given = TrainShape(CONFIG, 8192, 8192, 8, layout=Layout(pp=4, micro_batches=8))
-    held = given.held
+    held = given.local_parameters
     assert [len(one.layers) for one in held] == [8, 9, 9, 6]  # the head is as much as two to three layers
     assert [bool(one.embedding) for one in held] == [True, False, False, False]
     assert [bool(one.head) for one in held] == [False, False, False, True]
@@ -125,9 +125,9 @@ def test_experts_are_divided_by_ep_and_balanced() -> None:
     alone = TrainShape(MIXTURE, 4096, 4096)
     shared = replace(alone, layout=Layout(shard=8, ep=8, zero=2))
     experts = 48 * 128 * 3 * 2048 * 768
-    dense = alone.held[0].dense
-    assert alone.held[0].experts == experts
-    assert (shared.held[0].dense, shared.held[0].experts) == (dense, experts // 8)
+    dense = alone.local_parameters[0].dense
+    assert alone.local_parameters[0].experts == experts
+    assert (shared.local_parameters[0].dense, shared.local_parameters[0].experts) == (dense, experts // 8)
     # Experts have no other rank of "ep_shard" to divide their optimizer state with.
     assert memory(shared, "none").state == 2 * (dense + experts // 8) + 12 * (dense // 8 + experts // 8)
     # Of a token: norms, q k v before and after norms, attention; then routing and 8 rows through experts 768 wide.

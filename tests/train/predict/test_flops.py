@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from strata.cost.nodes import NodeCost, node_costs
-from strata.graph.capture import capture, capture_head
+from strata.graph.trace import trace, trace_head
 from strata.graph.walk import meta_indices
 from strata.hardware.roofline import Workload
 from strata.models.batch import Batch
@@ -93,8 +93,8 @@ def test_three_times_what_the_graph_of_the_model_costs(family: str) -> None:
     workload = Workload(LENGTHS, LENGTHS)
     indices = meta_indices(TOKENS)
     batch = Batch(indices, indices, meta_indices(len(LENGTHS) + 1), max(LENGTHS))
-    nodes = node_costs(capture(model), batch, workload)
-    head = node_costs(capture_head(model), torch.empty(COUNTED, 32, device="meta"), workload)
+    nodes = node_costs(trace(model), batch, workload)
+    head = node_costs(trace_head(model), torch.empty(COUNTED, 32, device="meta"), workload)
     found = batch_flops(config, [pack()])
     assert found.products == 3 * sum(_product_flops(node, config) for node in nodes)
     assert found.attention == 3 * sum(node.cost.flops for node in nodes if node.operation == "attention")

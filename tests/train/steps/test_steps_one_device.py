@@ -1,4 +1,4 @@
-"""A step of one process against plain PyTorch: any split into packs, masters beside bfloat16 weights, recordings."""
+"""A step of one process against plain PyTorch: any split into packs, masters beside bfloat16 weights, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from strata.parallel.layout import Layout
 from strata.train.data.encoding import Encoded
 from strata.train.data.pack import PackedBatch, pack
 from strata.train.optimizer.config import OptimizerConfig
-from strata.train.steps import make, recorded
+from strata.train.steps import captured, make
 from strata.train.steps.make import fresh, make_step
 from strata.train.steps.one_device import OneDeviceGradients
 from strata.train.steps.parallel_step import ParallelStep
@@ -201,7 +201,7 @@ class Replayed:
     def __init__(self) -> None:
         self._runs: dict[str, Callable[[], None]] = {}
 
-    def record(self, key: str, run: Callable[[], None], between: Callable[[], None] = lambda: None) -> None:
+    def capture_graph(self, key: str, run: Callable[[], None], between: Callable[[], None] = lambda: None) -> None:
         run()
         between()
         self._runs[key] = run
@@ -214,7 +214,7 @@ class Replayed:
 @pytest.mark.parametrize("family", ["llama", "llama-biases-tied"])
 def test_recorded_steps_are_the_launched_ones(monkeypatch: pytest.MonkeyPatch, family: str, packs: int) -> None:
     """Steps of one shape go over all rows with -100 where none counts; other shapes in between are launched."""
-    monkeypatch.setattr(recorded, "CudaGraphs", Replayed)
+    monkeypatch.setattr(captured, "CudaGraphs", Replayed)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
     called: list[int] = []
     steps = [step_of(family, torch.float32, clip=0.05, before_update=lambda: called.append(1)) for _ in range(2)]
@@ -224,15 +224,15 @@ def test_recorded_steps_are_the_launched_ones(monkeypatch: pytest.MonkeyPatch, f
         for index, lengths in enumerate(([8, 8], [8, 8], [8, 8], [8, 5, 3], *[[8, 8]] * 5, *[[4, 4]] * 9))
     ]
     work.insert(3, [pack_of(60 + one, [8, 8], 61, 0.5) for one in range(3 - packs)])
-    was_recorded = []
+    was_captured = []
     for index, batches in enumerate(work):
         found, wanted = (step(batches, RATE / (index + 1)) for step in steps)
-        was_recorded.append(steps[0]._recorded is not None)
+        was_captured.append(steps[0]._captured is not None)
         for mine, theirs in ((found.loss, wanted.loss), (found.norm, wanted.norm)):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=0)
         assert found.metrics["counted"] == wanted.metrics["counted"] == sum(len(one.targets) for one in batches)
     # After two in a row, then after four, then after eight.
-    assert was_recorded == [False, True, True, *[False] * 5, True, True, *[False] * 7, True, True]
+    assert was_captured == [False, True, True, *[False] * 5, True, True, *[False] * 7, True, True]
     assert len(called) == 2 * len(work)
     for name, master in state(steps[0], "master").items():
         torch.testing.assert_close(master, state(steps[1], "master")[name], rtol=1e-3, atol=1e-4)
@@ -242,8 +242,8 @@ def test_recorded_steps_are_the_launched_ones(monkeypatch: pytest.MonkeyPatch, f
 def test_a_step_that_may_be_recorded_is_launched_as_a_recording_computes(
     monkeypatch: pytest.MonkeyPatch, packs: int
 ) -> None:
-    """A run that resumes has nothing recorded: its first step has the bits of one that is replayed."""
-    monkeypatch.setattr(recorded, "CudaGraphs", Replayed)
+    """A run that resumes has nothing captured: its first step has the bits of one that is replayed."""
+    monkeypatch.setattr(captured, "CudaGraphs", Replayed)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
     through, resumed = (step_of("llama", torch.float32) for _ in range(2))
     through._records = resumed._records = True
@@ -253,8 +253,8 @@ def test_a_step_that_may_be_recorded_is_launched_as_a_recording_computes(
         found, wanted = (step(work, RATE) for step in (resumed, through))
         assert torch.equal(found.loss, wanted.loss)
         assert torch.equal(found.norm, wanted.norm)
-    assert resumed._recorded is None
-    assert through._recorded is not None
+    assert resumed._captured is None
+    assert through._captured is not None
     for name, master in state(through, "master").items():
         assert torch.equal(master, state(resumed, "master")[name]), name
 

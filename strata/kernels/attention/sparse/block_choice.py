@@ -21,13 +21,13 @@ from strata.kernels.grid_sizes import ceil_div
 class BlockChoice(NamedTuple):
     """share: of the pooled softmax that kept blocks hold, in (0, 1]; 1 keeps all.
 
-    least_keys: of a sequence with several new tokens that attends to blocks; shorter ones see all keys. block: keys,
+    min_keys: of a sequence with several new tokens that attends to blocks; shorter ones see all keys. block: keys,
     and queries, of a block, a multiple of `stride` and of a page's tokens. stride: queries, and keys, of a stretch.
     local: blocks before the queries' own that are always kept, as these and the first of all are.
     """
 
     share: float
-    least_keys: int
+    min_keys: int
     block: int = 128
     stride: int = 16
     local: int = 2
@@ -54,7 +54,7 @@ def pooled_scores(q: Tensor, keys: Tensor, choice: BlockChoice, scale: float) ->
     return torch.stack([part.mean(0).amax(0) for part in weights.split(per)])
 
 
-def kept_blocks(scores: Tensor, new: int, total: int, choice: BlockChoice) -> Tensor:
+def chosen_blocks(scores: Tensor, new: int, total: int, choice: BlockChoice) -> Tensor:
     """Which blocks of keys each block of queries attends to, [query blocks, key blocks] bool.
 
     scores: of `pooled_scores`, for the last `new` of `total` tokens. Blocks of equal weight are kept together.

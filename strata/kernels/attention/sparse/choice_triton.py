@@ -12,9 +12,9 @@ from strata.kernels.triton_import import jit, tl
 
 
 @jit
-def in_blocks(new, total, least_keys):
+def in_blocks(new, total, min_keys):
     """Whether a sequence attends to the blocks that it keeps; else it sees all keys."""
-    return (new > 1) & (total >= least_keys)
+    return (new > 1) & (total >= min_keys)
 
 
 @partial(jit, unspecialized=("starts", "offsets", "lengths", "tables", "sequences", "table_stride", "rows", "blocks"))
@@ -32,7 +32,7 @@ def pooled_scores_kernel(
     table_stride,
     rows,
     blocks,
-    least_keys,
+    min_keys,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
@@ -58,7 +58,7 @@ def pooled_scores_kernel(
         return
     total = tl.load(lengths + sequence)
     key_start = tl.program_id(0) * COLUMNS * STRIDE
-    if not in_blocks(new, total, least_keys):
+    if not in_blocks(new, total, min_keys):
         return
     if key_start >= total - new + tl.minimum(query_start + TILE_QUERIES, new):
         return
@@ -105,7 +105,7 @@ def pooled_scores_kernel(
 
 
 @partial(jit, unspecialized=("starts", "offsets", "lengths", "sequences", "rows", "blocks"))
-def kept_blocks_kernel(
+def chosen_blocks_kernel(
     logs,
     kept,
     counts,
@@ -116,7 +116,7 @@ def kept_blocks_kernel(
     rows,
     blocks,
     share,
-    least_keys,
+    min_keys,
     GROUP: tl.constexpr,
     STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -140,7 +140,7 @@ def kept_blocks_kernel(
     block = tl.arange(0, BLOCKS)
     seen = block <= (total - new + end - 1) // BLOCK
     mass = tl.zeros((BLOCKS,), tl.float32)
-    divided = in_blocks(new, total, least_keys)
+    divided = in_blocks(new, total, min_keys)
     if divided:
         line = (kv_head * rows + first // STRIDE + sequence + query_start // STRIDE) * GROUP
         for head in range(GROUP):
@@ -175,7 +175,7 @@ def kept_blocks_kernel(
 
 
 # The most keys of a block: a program divides its stretches of keys into whole blocks.
-MOST_BLOCK = 2048
+MAX_BLOCK = 2048
 
 
 def pooled_tile(head_dim: int, dtype: torch.dtype) -> Tile:

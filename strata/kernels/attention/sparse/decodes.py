@@ -2,7 +2,7 @@
 
 Attention over chosen pages on CUDA: bounds of what was written, a choice for each decode, attention over it.
 
-Grids follow from shapes alone, so that a step can be recorded in a CUDA graph; what is chosen never leaves the device.
+Grids follow from shapes alone, so that a step can be captured in a CUDA graph; what is chosen never leaves the device.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from strata.kernels.op import operation
 from strata.kernels.state.paged import PagedKV
 
 # Places that a program chooses among at least, so that one variant of the kernel serves all shorter sequences.
-_LEAST_PLACES = 4096
-# Programs that score pages, enough for every multiprocessor many times: tables of recorded steps have room for the
+_MIN_PLACES = 4096
+# Programs that score pages, enough for every multiprocessor many times: tables of captured steps have room for the
 # longest sequence, and a program for each of their parts would mostly find nothing.
 _SCORE_PROGRAMS = 4096
 
@@ -48,7 +48,7 @@ def supports(call: SparseCall[PageChoice]) -> bool:
     pages = call.batch.pages
     whole = call.whole
     return attention_cuda.supports(whole) and (
-        pages is None or (not pages.is_rounded and call.spec.window is None and attention_cuda.fits_decode(whole))
+        pages is None or (not pages.is_quantized and call.spec.window is None and attention_cuda.fits_decode(whole))
     )
 
 
@@ -66,9 +66,9 @@ def kernels(call: SparseCall[PageChoice]) -> tuple[Any, ...]:
     return (page_bounds_kernel, *choosing, *decodes, *prompts)
 
 
-def scratch_bytes(sequences: int, most_keys: int, page_size: int, kv_heads: int, choice: PageChoice) -> int:
+def scratch_bytes(sequences: int, max_keys: int, page_size: int, kv_heads: int, choice: PageChoice) -> int:
     """What choosing needs in a step of so many decodes, of sequences of at most so many keys."""
-    most = ceil_div(most_keys, page_size)
+    most = ceil_div(max_keys, page_size)
     return 4 * sequences * (kv_heads * (most + choice.pages) + 1) if most > choice.pages else 0
 
 
@@ -133,7 +133,7 @@ def choose(q: Tensor, pages: PagedKV, spec: AttentionSpec, choice: PageChoice) -
         PAGES=SCORED_PAGES,
         num_warps=SCORES_WARPS,
     )
-    places = max(_LEAST_PLACES, next_power_of_2(most))
+    places = max(_MIN_PLACES, next_power_of_2(most))
     chosen_pages_kernel[(kv_heads, sequences)](
         *(scores, chosen, seen, pages.lengths, tables, tables.stride(0), most),
         COUNT=choice.pages,

@@ -94,12 +94,12 @@ def page_scores_kernel(
         held = there[:, None] & inside[None, :]
         source = bounds + ((page * 2 * kv_heads + kv_head) * HEAD_DIM)[:, None] + column[None, :]
         least = tl.load(source, mask=held, other=0.0).to(tl.float32)
-        most_of = tl.load(source + kv_heads * HEAD_DIM, mask=held, other=0.0).to(tl.float32)
+        max_of = tl.load(source + kv_heads * HEAD_DIM, mask=held, other=0.0).to(tl.float32)
         best = tl.full((PAGES,), float("-inf"), tl.float32)
         for member in range(GROUP):
             head = kv_head * GROUP + member
             query = tl.load(q + sequence * q_stride + head * HEAD_DIM + column, mask=inside, other=0.0).to(tl.float32)
-            found = tl.sum(tl.maximum(query[None, :] * least, query[None, :] * most_of), 1)
+            found = tl.sum(tl.maximum(query[None, :] * least, query[None, :] * max_of), 1)
             best = tl.maximum(best, found)
         tl.store(scores + (sequence * kv_heads + kv_head) * most + place, best, mask=there)
 

@@ -19,29 +19,29 @@ from strata.kernels.attention import cuda as attention_cuda
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.cuda import SeenBlocks
-from strata.kernels.attention.sparse.block_choice import BlockChoice, kept_blocks, pooled_scores
+from strata.kernels.attention.sparse.block_choice import BlockChoice, chosen_blocks, pooled_scores
 from strata.kernels.attention.sparse.by_sequence import by_sequence, over_chosen
 from strata.kernels.attention.sparse.choice_triton import (
     choice_warps,
-    kept_blocks_kernel,
+    chosen_blocks_kernel,
     pooled_scores_kernel,
     pooled_tile,
 )
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch, SparseCall, pages_of
+from strata.kernels.attention.spec import AttentionBatch, AttentionSpec, SparseCall, pages_of
 from strata.kernels.attention.varlen_triton import LOG2_E, attention_kernel, head_pad
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.state.paged import PagedKV
 
 # Blocks that a program chooses among at least, so that one variant of the kernel serves all shorter sequences.
-_LEAST_PADDED = 1024
+_MIN_PADDED = 1024
 
 
 def supports(call: SparseCall[BlockChoice]) -> bool:
     pages = call.batch.pages
     return (
         pages is not None
-        and not pages.is_rounded
+        and not pages.is_quantized
         and call.spec.window is None
         and attention_cuda.supports(call.whole)
         and attention_cuda.fits_decode(call.whole)
@@ -49,7 +49,7 @@ def supports(call: SparseCall[BlockChoice]) -> bool:
 
 
 def kernels(call: SparseCall[BlockChoice]) -> tuple[Any, ...]:
-    prompts = (pooled_scores_kernel, kept_blocks_kernel, attention_kernel)
+    prompts = (pooled_scores_kernel, chosen_blocks_kernel, attention_kernel)
     return (*attention_cuda.decode_kernels(call.whole, _decodes(pages_of(call.batch))), *prompts)
 
 
@@ -58,9 +58,9 @@ def _decodes(pages: PagedKV) -> int:
     return 0 if pages.parts is None else pages.parts.decodes or 0
 
 
-def scratch_bytes(tokens: int, most_keys: int, heads: int, kv_heads: int, choice: BlockChoice) -> int:
+def scratch_bytes(tokens: int, max_keys: int, heads: int, kv_heads: int, choice: BlockChoice) -> int:
     """What choosing needs in a step of so many tokens, of sequences of at most so many keys."""
-    blocks = ceil_div(most_keys, choice.block)
+    blocks = ceil_div(max_keys, choice.block)
     return 4 * blocks * (tokens // choice.stride * heads + tokens // choice.block * kv_heads)
 
 
@@ -83,11 +83,11 @@ def attend(call: SparseCall[BlockChoice]) -> Tensor:
 
 
 def choose(
-    q: Tensor, kv_heads: int, starts: Tensor, batch: PackedBatch, spec: AttentionSpec, choice: BlockChoice
+    q: Tensor, kv_heads: int, starts: Tensor, batch: AttentionBatch, spec: AttentionSpec, choice: BlockChoice
 ) -> tuple[Tensor, Tensor]:
     """Which blocks of keys each block of queries keeps: kept [kv_heads, blocks of queries, blocks], counts [kv_heads,
-    blocks of queries] int32, as `kept_blocks_kernel` says. starts: [sequences] int32, from which row on each sequence's
-    queries are run."""
+    blocks of queries] int32, as `chosen_blocks_kernel` says. starts: [sequences] int32, from which row on each
+    sequence's queries are run."""
     pages = pages_of(batch)
     (tokens, heads, head_dim), sequences = q.shape, batch.offsets.shape[0] - 1
     group, block, stride = heads // kv_heads, choice.block, choice.stride
@@ -100,7 +100,7 @@ def choose(
     pooled_scores_kernel[grid](
         *(q, pages.keys[spec.layer], logs, starts, batch.offsets, pages.lengths, pages.tables),
         *(sequences, spec.scale * LOG2_E / stride, q.stride(0), pages.tables.stride(0)),
-        *(rows, blocks, choice.least_keys),
+        *(rows, blocks, choice.min_keys),
         GROUP=group,
         HEAD_DIM=head_dim,
         HEAD_PAD=head_pad(head_dim),
@@ -112,12 +112,12 @@ def choose(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    padded = max(_LEAST_PADDED, next_power_of_2(blocks))
+    padded = max(_MIN_PADDED, next_power_of_2(blocks))
     kept = torch.empty((kv_heads, lists, blocks), dtype=torch.int32, device=q.device)
     counts = torch.zeros((kv_heads, lists), dtype=torch.int32, device=q.device)
-    kept_blocks_kernel[(lists, kv_heads)](
+    chosen_blocks_kernel[(lists, kv_heads)](
         *(logs, kept, counts, starts, batch.offsets, pages.lengths),
-        *(sequences, rows, blocks, choice.share, choice.least_keys),
+        *(sequences, rows, blocks, choice.share, choice.min_keys),
         GROUP=group,
         STRIDE=stride,
         BLOCK=block,
@@ -135,8 +135,8 @@ def _cost(call: SparseCall[BlockChoice], *, workload: Workload) -> Cost:
 
 @operation(_cost, operands=SparseCall, reads_state=True)
 def block_sparse_attention(call: SparseCall[BlockChoice]) -> Tensor:
-    """As `attention` over pages, where queries of sequences with several new tokens and `choice.least_keys` or more in
-    all see, of the keys at their positions and before, those in blocks that they keep: see `kept_blocks`.
+    """As `attention` over pages, where queries of sequences with several new tokens and `choice.min_keys` or more in
+    all see, of the keys at their positions and before, those in blocks that they keep: see `chosen_blocks`.
 
     Blocks of queries begin with the first new token of a sequence in this step, so what they keep depends on where a
     prompt was cut; it does not on other sequences. spec: without a window. Without pages all keys are seen.
@@ -148,7 +148,7 @@ def _prompt(call: SparseCall[BlockChoice], total: int) -> Tensor | None:
     """The queries of one sequence, over what is left of it: to each block of them it is a shorter sequence."""
     q, k, pages, spec, choice = call.q, call.k, pages_of(call.batch), call.spec, call.choice
     new, block, per_block, group = len(q), choice.block, choice.block // pages.page_size, q.shape[1] // k.shape[1]
-    if new == 1 or total < max(new, choice.least_keys):
+    if new == 1 or total < max(new, choice.min_keys):
         return None
     out, table = torch.empty_like(q), pages.tables[0, : -(-total // pages.page_size)].long()
     precision = torch.promote_types(q.dtype, torch.float32)
@@ -156,7 +156,7 @@ def _prompt(call: SparseCall[BlockChoice], total: int) -> Tensor | None:
     for kv_head in range(k.shape[1]):
         members = slice(kv_head * group, (kv_head + 1) * group)
         scores = pooled_scores(q[:, members].to(precision), keys[:, kv_head], choice, spec.scale)
-        for first, blocks in zip(range(0, new, block), kept_blocks(scores, new, total, choice), strict=True):
+        for first, blocks in zip(range(0, new, block), chosen_blocks(scores, new, total, choice), strict=True):
             rows = slice(first, min(first + block, new))
             end = total - new + rows.stop
             used = blocks.repeat_interleave(per_block)[: -(-end // pages.page_size)]

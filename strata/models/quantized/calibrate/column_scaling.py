@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from strata.kernels.quant.packed import Scheme, group_maxima, spread
+from strata.kernels.quant.quantized import Scheme, group_maxima, spread
 
 _RATIOS = 20
 _LEAST = 1e-4
 # SmoothQuant's alpha for most models, and llm-compressor's default.
 _STRENGTH = 0.5
-_LEAST_FACTOR = 1e-5
+_MIN_FACTOR = 1e-5
 
 
 def scaling(
@@ -60,5 +60,5 @@ def smoothing(largest: Tensor, weights: Sequence[Tensor]) -> Tensor:
     [out, width] each, all that multiply them.
     """
     columns = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0)
-    factors = largest.clamp(min=_LEAST_FACTOR) ** _STRENGTH / columns.clamp(min=_LEAST_FACTOR) ** (1 - _STRENGTH)
-    return factors.clamp(min=_LEAST_FACTOR)
+    factors = largest.clamp(min=_MIN_FACTOR) ** _STRENGTH / columns.clamp(min=_MIN_FACTOR) ** (1 - _STRENGTH)
+    return factors.clamp(min=_MIN_FACTOR)

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from strata.kernels.quant.packed import PackedWeight, Scheme
+from strata.kernels.quant.quantized import QuantizedWeight, Scheme
 
 _WORD = 4
 _BITS = {"int4": 4, "int8": 8, "e4m3": 8}
 
 
-def stored_tensors(name: str, weight: PackedWeight) -> dict[str, Tensor]:
+def stored_tensors(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     """The tensors, on the CPU, that stand for the matrix `name`, which ends in ".weight".
 
     int4, and int8 whose activations are not rounded, as int32 words of 8 or 4 columns, the first in the lowest bits;
     others as they are.
     """
     values, scales, base = weight.values.cpu(), weight.scales.cpu().contiguous(), name.removesuffix(".weight")
-    if not is_packed(weight.scheme):
+    if not is_quantized(weight.scheme):
         return {name: values.contiguous(), f"{base}.weight_scale": scales}
     if weight.kind == "int8":
         values = (values.to(torch.int16) + 128).to(torch.uint8)
@@ -34,14 +34,16 @@ def stored_tensors(name: str, weight: PackedWeight) -> dict[str, Tensor]:
     }
 
 
-def is_packed(scheme: Scheme) -> bool:
+def is_quantized(scheme: Scheme) -> bool:
     """Whether values are words of several columns."""
     return scheme.values == "int4" or (scheme.values == "int8" and not scheme.activations)
 
 
 def quantization_config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
     """`quantization_config` of config.json. ignored: names of the linear modules that are not rounded."""
-    kind = "pack-quantized" if is_packed(scheme) else "float-quantized" if scheme.values == "e4m3" else "int-quantized"
+    kind = (
+        "pack-quantized" if is_quantized(scheme) else "float-quantized" if scheme.values == "e4m3" else "int-quantized"
+    )
     weights = _arguments(scheme) | {"dynamic": False}
     if scheme.rows > 1:
         weights |= {"strategy": "block", "block_structure": [scheme.rows, scheme.columns]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strata.kernels.quant.packed import PackedWeight, Scheme, pack_values, rounded, spread
+from strata.kernels.quant.quantized import QuantizedWeight, Scheme, pack_values, spread, to_nearest
 
 _BLOCK = 128
 # What is added to the diagonal, as a share of its mean; ten times as much each time that it was too little.
@@ -13,7 +13,7 @@ _DAMPING = 0.01
 _TRIES = 4
 
 
-def gptq(weight: Tensor, scheme: Scheme, scales: Tensor, gram: Tensor, rows: int) -> PackedWeight:
+def gptq(weight: Tensor, scheme: Scheme, scales: Tensor, gram: Tensor, rows: int) -> QuantizedWeight:
     """A float32 weight [out, width] in a scheme by these scales, rounded so that its products change least.
 
     gram: [width, width] float32, the sum of x x^T over `rows` rows x that the weight is multiplied by; H is 2 / rows
@@ -34,14 +34,14 @@ def gptq(weight: Tensor, scheme: Scheme, scales: Tensor, gram: Tensor, rows: int
         for column in range(end - first):
             at = first + column
             step = steps[:, at]
-            value = rounded(block[:, column] / step, scheme.values)
+            value = to_nearest(block[:, column] / step, scheme.values)
             values[:, at] = value
             error = (block[:, column] - value * step) / factor[at, at]
             block[:, column:] -= torch.outer(error, factor[at, at:end])
             errors[:, column] = error
         work[:, end:] -= errors @ factor[first:end, end:]
     unordered = torch.empty_like(values).index_copy_(1, order, values)
-    return PackedWeight.of(scheme, pack_values(unordered, scheme.values), scales)
+    return QuantizedWeight.of(scheme, pack_values(unordered, scheme.values), scales)
 
 
 def without_dead_columns(weight: Tensor, gram: Tensor, rows: int) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from strata.models.quantized.calibrate.observe import LayerObserver, gated
 from strata.models.quantized.calibrate.stream import LayerStream
 
 # An expert that fewer of the tokens went to says too little about its inputs to be changed by them (llm-compressor).
-_LEAST_SHARE = 0.005
+_MIN_SHARE = 0.005
 
 
 class LayerInputs:
@@ -52,7 +52,7 @@ class LayerInputs:
         module, inputs = self.layer.get_submodule(matrix.module), self.observer.experts[matrix.module]
         assert isinstance(module, Experts)
         rows = inputs.rows(expert).to(module.gate_up_proj.device)
-        if len(rows) < max(1, _LEAST_SHARE * inputs.tokens):
+        if len(rows) < max(1, _MIN_SHARE * inputs.tokens):
             seen = f"expert {expert} saw {len(rows)} of {inputs.tokens} tokens"
             note = f"layer {self._number}: {seen}: {self._without}"
             if note not in self.notes:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strata.kernels.quant.packed import PackedWeight, dense
+from strata.kernels.quant.quantized import QuantizedWeight, dense
 from strata.models.batch import Batch
 from strata.models.layers import Linear
 from strata.models.quantized.calibrate import folds
@@ -43,7 +43,7 @@ class LayerRounding:
         self.matrices = [matrix for matrix in found if not is_skipped(matrix, rounding.skip)]
 
     @torch.no_grad()
-    def run(self) -> dict[str, PackedWeight]:
+    def run(self) -> dict[str, QuantizedWeight]:
         """The packed matrices by their names in a checkpoint; the layer multiplies by what they stand for then."""
         if self.batches:
             self.inputs.observe(self.batches, self.hidden)
@@ -57,7 +57,7 @@ class LayerRounding:
     def notes(self) -> list[str]:
         return self.inputs.notes
 
-    def _pack(self, matrix: Matrix) -> PackedWeight:
+    def _pack(self, matrix: Matrix) -> QuantizedWeight:
         weight, scheme = self.views[matrix.name], self.rounding.packing
         dtype = self._scale_dtype(matrix)
         moments = self.inputs.moments(matrix) if self.batches else None

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from strata.kernels.quant.packed import PackedWeight, join
+from strata.kernels.quant.quantized import QuantizedWeight, join
 from strata.models.batch import Batch
 from strata.models.checkpoint import shorten
 from strata.models.experts import has_joined_experts
@@ -92,7 +92,7 @@ def _checked(stream: LayerStream, rounding: Rounding) -> Rounding:
     return rounding
 
 
-def _tensors(stream: LayerStream, number: int, packed: dict[str, PackedWeight]) -> dict[str, Tensor]:
+def _tensors(stream: LayerStream, number: int, packed: dict[str, QuantizedWeight]) -> dict[str, Tensor]:
     """A layer as the checkpoint has it."""
     model = stream.model
     found: dict[str, Tensor] = {}

@@ -21,7 +21,7 @@ from strata.models.joined import join_parameters, stored_values
 from strata.models.quantized.calibrate.matrices import layer_prefix
 from strata.models.quantized.calibrate.stream import LayerStream, batches_of
 from strata.models.quantized.calibrate.unfinished import UnfinishedFolder
-from strata.models.quantized.checkpoint import tells_of_packed
+from strata.models.quantized.checkpoint import is_quantized_folder
 from strata.models.save import copy_companions, runs, write_json
 
 # Of a layer's number, the text and what enters the layer, which is opened: changes it in place so that it makes what
@@ -37,7 +37,7 @@ def open_floats(
     """The model of a folder, which must be in floats, and the contents of its config.json. Raises ValueError with
     `refusal` for a packed one, and for a method without its text."""
     values = read_existing_object(folder / "config.json")
-    if tells_of_packed(folder, values):
+    if is_quantized_folder(folder, values):
         raise ValueError(f"{folder} is quantized {refusal}")
     if needs_text and not any(len(sequence) for sequence in sequences):
         raise ValueError(f"method = {method!r} needs calibration text, and there is none")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strata.kernels.quant.packed import PackedWeight, Scheme, pack, pack_values, rounded, spread
+from strata.kernels.quant.quantized import QuantizedWeight, Scheme, pack, pack_values, spread, to_nearest
 
 # Of integers, how far below the largest magnitude a scale may reach: so many steps, down to this share.
 _STEPS, _LEAST = 20, 0.6
@@ -38,19 +38,19 @@ def largest_scales(weight: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor
     return _stored(pack(weight, scheme).scales, dtype)
 
 
-def round_to(weight: Tensor, scheme: Scheme, scales: Tensor) -> PackedWeight:
+def round_to(weight: Tensor, scheme: Scheme, scales: Tensor) -> QuantizedWeight:
     """The weight [out, width] in the values of the scheme that are nearest, by these scales."""
     scaled = weight.float() / spread(scales.float(), scheme, weight.shape)
-    return PackedWeight.of(scheme, pack_values(rounded(scaled, scheme.values), scheme.values), scales)
+    return QuantizedWeight.of(scheme, pack_values(to_nearest(scaled, scheme.values), scheme.values), scales)
 
 
 def round_trip(weight: Tensor, scheme: Scheme, scales: Tensor) -> Tensor:
     """What `round_to` stands for, in float32."""
     wide = spread(scales.float(), scheme, weight.shape)
-    return rounded(weight.float() / wide, scheme.values) * wide
+    return to_nearest(weight.float() / wide, scheme.values) * wide
 
 
-def nearest(weight: Tensor, scheme: Scheme, dtype: torch.dtype, importance: Tensor | None = None) -> PackedWeight:
+def nearest(weight: Tensor, scheme: Scheme, dtype: torch.dtype, importance: Tensor | None = None) -> QuantizedWeight:
     """Round to nearest, by the scales of `find_scales`."""
     return round_to(weight, scheme, find_scales(weight, scheme, dtype, importance))
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from strata.kernels.quant.packed import Scheme
+from strata.kernels.quant.quantized import Scheme
 from strata.kernels.quant.schemes import SCHEMES
 
 RTN, GPTQ, AWQ, SMOOTHQUANT = "rtn", "gptq", "awq", "smoothquant"

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from strata.files.fields import Fields
-from strata.kernels.quant.packed import PackedWeight, Scheme
+from strata.kernels.quant.quantized import QuantizedWeight, Scheme
 from strata.models.checkpoint import StoredTensor
 from strata.models.quantized.formats.matrices import (
-    PackedMatrix,
+    QuantizedMatrix,
     bytes_of,
     check_fills_bytes,
     copied,
@@ -34,7 +34,7 @@ _VALUE_OF_ROW = [_PLACES.index(row) for row in range(_IN_A_WORD)]
 _OF_FUSED = frozenset({"do_fuse", "fuse_max_seq_len", "modules_to_fuse"})
 
 
-def read_awq(fields: Fields, stored: StoredTensors) -> dict[str, PackedMatrix]:
+def read_awq(fields: Fields, stored: StoredTensors) -> dict[str, QuantizedMatrix]:
     """The matrices of a checkpoint, by name."""
     for key in ("bits", "w_bit"):
         fields.only(key, _BITS, "AWQ has them")
@@ -59,7 +59,7 @@ def _check_layout(fields: Fields, key: str) -> None:
         raise fields.wrong(key, value, "'gemm'; convert the checkpoint to it, or to compressed-tensors")
 
 
-def _matrix(stored: StoredTensors, owner: str, group: int) -> PackedMatrix:
+def _matrix(stored: StoredTensors, owner: str, group: int) -> QuantizedMatrix:
     values = stored.take(f"{owner}.qweight", (torch.int32,), dims=2)
     width, words = values.shape
     check_fills_bytes(values.name, width)
@@ -85,12 +85,12 @@ class _AwqMatrix:
         width, words = self.values.shape
         return words * _IN_A_WORD, width
 
-    def rows(self, first: int, end: int) -> PackedWeight:
+    def rows(self, first: int, end: int) -> QuantizedWeight:
         every, words = slice(None), slice(first // _IN_A_WORD, end // _IN_A_WORD)
         values = _in_pairs(self.stored.read(self.values, every, words))
         zeros = _in_order(self.stored.read(self.zeros, every, words))
         scales = copied(self.stored.read_scales(self.scales, every, slice(first, end)).t())
-        return PackedWeight.of(self.scheme, values, scales, zeros=zeros)
+        return QuantizedWeight.of(self.scheme, values, scales, zeros=zeros)
 
 
 def _in_pairs(words: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from strata.files.fields import Fields
-from strata.kernels.quant.packed import MX_GROUP, NV_GROUP, PackedWeight, Scheme
+from strata.kernels.quant.quantized import MX_GROUP, NV_GROUP, QuantizedWeight, Scheme
 from strata.models.checkpoint import StoredTensor
 from strata.models.quantized.formats.compressed_rules import Group, Numbers, Rules, read_rules
 from strata.models.quantized.formats.matrices import (
-    PackedMatrix,
+    QuantizedMatrix,
     ScaledMatrix,
     WordMatrix,
     check_fills_bytes,
@@ -25,10 +25,10 @@ from strata.models.quantized.formats.settings import take_cache
 from strata.models.quantized.formats.stored import FLOATS, ONE, StoredTensors
 
 _INPUT_SCALES = ("input_scale", "input_global_scale")
-_Read = Callable[[StoredTensors, str, Numbers, str], PackedMatrix]
+_Read = Callable[[StoredTensors, str, Numbers, str], QuantizedMatrix]
 
 
-def read_compressed_tensors(fields: Fields, stored: StoredTensors) -> dict[str, PackedMatrix]:
+def read_compressed_tensors(fields: Fields, stored: StoredTensors) -> dict[str, QuantizedMatrix]:
     """The matrices of a checkpoint, by name.
 
     Activations of 8 bits are rounded as a product reads them: by rows, with the scale that the file has for all rows,
@@ -62,7 +62,7 @@ def _class_of(owner: str) -> str:
     return "Embedding" if owner.endswith("embed_tokens") else "Linear"
 
 
-def _check_plain(rules: Rules, stored: StoredTensors, matrices: dict[str, PackedMatrix]) -> None:
+def _check_plain(rules: Rules, stored: StoredTensors, matrices: dict[str, QuantizedMatrix]) -> None:
     """A class such as Linear may stand for modules that are plain here, as routers are; a name or pattern may not."""
     for owner in stored.owners("weight", *FLOATS):
         if f"{owner}.weight" not in matrices and len(stored[f"{owner}.weight"].shape) == 2 and rules.names(owner):
@@ -118,7 +118,7 @@ def _groups(stored: StoredTensors, owner: str, width: int, columns: int) -> int:
     return width // columns if columns else 1
 
 
-def _read_values(stored: StoredTensors, owner: str, numbers: Numbers, rounding: str) -> PackedMatrix:
+def _read_values(stored: StoredTensors, owner: str, numbers: Numbers, rounding: str) -> QuantizedMatrix:
     """float-quantized, int-quantized, naive-quantized and mxfp8-quantized."""
     dtype = torch.int8 if numbers.kind == "int" else torch.float8_e4m3fn
     values = stored.take(f"{owner}.weight", (dtype,), dims=2)
@@ -138,12 +138,12 @@ def _read_values(stored: StoredTensors, owner: str, numbers: Numbers, rounding: 
     return ScaledMatrix(stored, scheme, values, scales, zeros)
 
 
-def _read_nvfp4(stored: StoredTensors, owner: str, numbers: Numbers, rounding: str) -> PackedMatrix:
+def _read_nvfp4(stored: StoredTensors, owner: str, numbers: Numbers, rounding: str) -> QuantizedMatrix:
     whole = stored.take(f"{owner}.weight_global_scale", (torch.float32,), *ONE)
     return _read_e2m1(stored, owner, numbers, NV_GROUP, torch.float8_e4m3fn, (whole, True))
 
 
-def _read_mxfp4(stored: StoredTensors, owner: str, numbers: Numbers, rounding: str) -> PackedMatrix:
+def _read_mxfp4(stored: StoredTensors, owner: str, numbers: Numbers, rounding: str) -> QuantizedMatrix:
     return _read_e2m1(stored, owner, numbers, MX_GROUP, torch.uint8, None)
 
 
@@ -154,7 +154,7 @@ def _read_e2m1(
     group: int,
     dtype: torch.dtype,
     whole: tuple[StoredTensor, bool] | None,
-) -> PackedMatrix:
+) -> QuantizedMatrix:
     if numbers.columns != group:
         raise ValueError(f"{stored.folder}: {owner} has groups of {numbers.columns}; its format has groups of {group}")
     values = stored.take(f"{owner}.weight_packed", (torch.uint8,), dims=2)
@@ -163,7 +163,7 @@ def _read_e2m1(
     return ScaledMatrix(stored, Scheme("e2m1", 1, group), values, scales, whole=whole)
 
 
-def _read_words(stored: StoredTensors, owner: str, numbers: Numbers, rounding: str) -> PackedMatrix:
+def _read_words(stored: StoredTensors, owner: str, numbers: Numbers, rounding: str) -> QuantizedMatrix:
     """pack-quantized: int32 [out, width * bits / 32], the first column in the lowest bits, half the range added."""
     if numbers.strategy not in ("channel", "group"):
         raise ValueError(
@@ -201,7 +201,7 @@ class _SizedMatrix(WordMatrix):
 
     size: StoredTensor
 
-    def rows(self, first: int, end: int) -> PackedWeight:
+    def rows(self, first: int, end: int) -> QuantizedWeight:
         if tuple(self.stored.read(self.size).tolist()) != self.shape:
             raise ValueError(f"{self.size.file}: {self.size.name} is not {list(self.shape)}, as {self.values.name} is")
         return super().rows(first, end)

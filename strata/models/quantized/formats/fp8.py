@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from strata.files.fields import Fields
-from strata.kernels.quant.packed import Scheme
+from strata.kernels.quant.quantized import Scheme
 from strata.models.checkpoint import StoredTensor
-from strata.models.quantized.formats.matrices import PackedMatrix, ScaledMatrix
+from strata.models.quantized.formats.matrices import QuantizedMatrix, ScaledMatrix
 from strata.models.quantized.formats.settings import take_cache, take_names
 from strata.models.quantized.formats.stored import FLOATS, ONE, StoredTensors
 
@@ -21,7 +21,7 @@ _SCALES = ("weight_scale_inv", "weight_scale")
 _INPUT_SCALES = ("input_scale", "activation_scale")
 
 
-def read_fp8(fields: Fields, stored: StoredTensors) -> dict[str, PackedMatrix]:
+def read_fp8(fields: Fields, stored: StoredTensors) -> dict[str, QuantizedMatrix]:
     """The matrices of a checkpoint, by name.
 
     Activations are rounded as a product reads them: by the blocks of a weight's columns, by rows, or, where the scheme
@@ -49,7 +49,7 @@ def scalar_matrix(stored: StoredTensors, values: StoredTensor, scales: str) -> S
     return ScaledMatrix(stored, Scheme("e4m3", 0, 0, "row"), values, scale)
 
 
-def _matrix(stored: StoredTensors, owner: str, block: tuple[int, int] | None, static: bool) -> PackedMatrix:
+def _matrix(stored: StoredTensors, owner: str, block: tuple[int, int] | None, static: bool) -> QuantizedMatrix:
     values = stored.take(f"{owner}.weight", (torch.float8_e4m3fn,), dims=2)
     name = next((name for last in _SCALES if (name := f"{owner}.{last}") in stored), f"{owner}.{_SCALES[0]}")
     if block is None:

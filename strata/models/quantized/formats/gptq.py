@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from strata.files.fields import Fields
-from strata.models.quantized.formats.matrices import PackedMatrix, WordMatrix, check_fills_bytes, scheme_of_words
+from strata.models.quantized.formats.matrices import QuantizedMatrix, WordMatrix, check_fills_bytes, scheme_of_words
 from strata.models.quantized.formats.settings import HOW_MADE, take_group, take_object
 from strata.models.quantized.formats.stored import FLOATS, StoredTensors
 
@@ -38,7 +38,7 @@ class _Settings:
     less_one: bool
 
 
-def read_gptq(fields: Fields, stored: StoredTensors) -> dict[str, PackedMatrix]:
+def read_gptq(fields: Fields, stored: StoredTensors) -> dict[str, QuantizedMatrix]:
     """The matrices of a checkpoint, by name.
 
     Where zeros are in the middle (`sym`), what the file calls its layout is not believed: files of "gptq" hold either
@@ -60,7 +60,7 @@ def read_gptq(fields: Fields, stored: StoredTensors) -> dict[str, PackedMatrix]:
         fields.only(key, None, "weights alone are read")
     fields.finish(HOW_MADE)
     settings = _Settings(bits, group, symmetric, ordered, layout == _V1)
-    matrices: dict[str, PackedMatrix] = {}
+    matrices: dict[str, QuantizedMatrix] = {}
     for owner in stored.owners("qweight"):
         own = _settings_of(owner, settings, rules, fields.where)
         if not own.symmetric and own.less_one and "gptqmodel" not in str(writer):
@@ -100,7 +100,7 @@ def _settings_of(owner: str, settings: _Settings, rules: Mapping[str, Any], wher
     return settings
 
 
-def _matrix(stored: StoredTensors, owner: str, settings: _Settings) -> PackedMatrix:
+def _matrix(stored: StoredTensors, owner: str, settings: _Settings) -> QuantizedMatrix:
     bits, group = settings.bits, settings.group
     values = stored.take(f"{owner}.qweight", (torch.int32,), dims=2)
     words, out = values.shape

@@ -9,12 +9,12 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from strata.kernels.quant.packed import PackedWeight, Scheme, part_of
+from strata.kernels.quant.quantized import QuantizedWeight, Scheme, shard_of
 from strata.models.checkpoint import StoredTensor
 from strata.models.quantized.formats.stored import StoredTensors
 
 
-class PackedMatrix(Protocol):
+class QuantizedMatrix(Protocol):
     """One matrix [out, width] of a checkpoint."""
 
     @property
@@ -27,11 +27,11 @@ class PackedMatrix(Protocol):
     def step(self) -> int:
         """Rows are read from a multiple of it to another, or to the last row."""
 
-    def rows(self, first: int, end: int) -> PackedWeight:
+    def rows(self, first: int, end: int) -> QuantizedWeight:
         """The rows [first, end), whole, on the CPU."""
 
 
-def read_box(matrix: PackedMatrix, name: str, rows: tuple[int, int], columns: tuple[int, int]) -> PackedWeight:
+def read_box(matrix: QuantizedMatrix, name: str, rows: tuple[int, int], columns: tuple[int, int]) -> QuantizedWeight:
     """The rows and columns [first, end) of a matrix; `name` is for the ValueError where they cannot be had."""
     out, width = matrix.shape
     for (low, high), size in ((rows, out), (columns, width)):
@@ -41,7 +41,7 @@ def read_box(matrix: PackedMatrix, name: str, rows: tuple[int, int], columns: tu
     end = min(-(-max(rows[1], first + 1) // matrix.step) * matrix.step, out)
     weight = matrix.rows(first, end)
     try:
-        return part_of(weight, (rows[0] - first, rows[1] - first), columns)
+        return shard_of(weight, (rows[0] - first, rows[1] - first), columns)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
@@ -76,13 +76,13 @@ class ScaledMatrix:
     def step(self) -> int:
         return self.scheme.rows or 1
 
-    def rows(self, first: int, end: int) -> PackedWeight:
+    def rows(self, first: int, end: int) -> QuantizedWeight:
         values = self.stored.read(self.values, slice(first, end))
         scales = self.stored.read_scales(self.scales, *self._rows_of(self.scales, first, end))
         zeros = None
         if self.zeros is not None:
             zeros = self._grid(self.stored.read(self.zeros, *self._rows_of(self.zeros, first, end)))
-        return PackedWeight.of(
+        return QuantizedWeight.of(
             self.scheme, values, self._grid(scales), zeros=zeros, row_scales=self._row_scales(end - first)
         )
 
@@ -127,7 +127,7 @@ class WordMatrix:
     def step(self) -> int:
         return 32 // self.bits  # rows whose zeros share a word
 
-    def rows(self, first: int, end: int) -> PackedWeight:
+    def rows(self, first: int, end: int) -> QuantizedWeight:
         bits, width, own = self.bits, self.shape[1], slice(first, end)
         words, order = self._rows_of(self.stored.read, self.values, own), None
         if self.groups is not None:
@@ -135,7 +135,7 @@ class WordMatrix:
         packed = bytes_of(words)[:, : width * bits // 8] if order is None else _reordered(words.t(), bits, order)
         scales = copied(self._rows_of(self.stored.read_scales, self.scales, own))
         values = self._signed(packed.contiguous())
-        return PackedWeight.of(self.scheme, values, scales, zeros=self._zeros(first, end), order=order)
+        return QuantizedWeight.of(self.scheme, values, scales, zeros=self._zeros(first, end), order=order)
 
     def _rows_of(self, read: Callable[..., Tensor], stored: StoredTensor, rows: slice) -> Tensor:
         return read(stored, slice(None), rows).t() if self.turned else read(stored, rows)

@@ -9,16 +9,16 @@ from __future__ import annotations
 import torch
 
 from strata.files.fields import Fields
-from strata.kernels.quant.packed import NV_GROUP, Scheme
+from strata.kernels.quant.quantized import NV_GROUP, Scheme
 from strata.models.quantized.formats.fp8 import scalar_matrix
-from strata.models.quantized.formats.matrices import PackedMatrix, ScaledMatrix
+from strata.models.quantized.formats.matrices import QuantizedMatrix, ScaledMatrix
 from strata.models.quantized.formats.settings import take_cache, take_names, take_object
 from strata.models.quantized.formats.stored import StoredTensors
 
 _ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4")
 
 
-def read_modelopt(fields: Fields, stored: StoredTensors) -> dict[str, PackedMatrix]:
+def read_modelopt(fields: Fields, stored: StoredTensors) -> dict[str, QuantizedMatrix]:
     """The matrices of a checkpoint, by name.
 
     fields: the quantization_config, or `quantization` of hf_quant_config.json. Activations in fp8 are rounded with the
@@ -36,14 +36,14 @@ def read_modelopt(fields: Fields, stored: StoredTensors) -> dict[str, PackedMatr
     return {f"{owner}.weight": _nvfp4(stored, owner) for owner in stored.owners("weight", torch.uint8)}
 
 
-def _scalar(stored: StoredTensors, owner: str) -> PackedMatrix:
+def _scalar(stored: StoredTensors, owner: str) -> QuantizedMatrix:
     values = stored.take(f"{owner}.weight", (torch.float8_e4m3fn,), dims=2)
     if f"{owner}.input_scale" in stored:
         stored.take_input_scale(owner, "input_scale")
     return scalar_matrix(stored, values, f"{owner}.weight_scale")
 
 
-def _nvfp4(stored: StoredTensors, owner: str) -> PackedMatrix:
+def _nvfp4(stored: StoredTensors, owner: str) -> QuantizedMatrix:
     values = stored.take(f"{owner}.weight", (torch.uint8,), dims=2)
     out, half = values.shape
     if 2 * half % NV_GROUP:

@@ -10,18 +10,18 @@ from typing import Any
 
 from strata.files.fields import Fields
 from strata.files.json_object import read_existing_object
-from strata.kernels.quant.packed import PackedWeight, Scheme
+from strata.kernels.quant.quantized import QuantizedWeight, Scheme
 from strata.models.checkpoint import StoredTensor
 from strata.models.quantized.formats.awq import read_awq
 from strata.models.quantized.formats.compressed_tensors import read_compressed_tensors
 from strata.models.quantized.formats.fp8 import read_fp8
 from strata.models.quantized.formats.gptq import read_gptq
-from strata.models.quantized.formats.matrices import PackedMatrix, read_box
+from strata.models.quantized.formats.matrices import QuantizedMatrix, read_box
 from strata.models.quantized.formats.modelopt import read_modelopt
 from strata.models.quantized.formats.stored import InputScale, StoredTensors
 from strata.models.quantized.method import take_method
 
-_METHODS: Mapping[str, Callable[[Fields, StoredTensors], dict[str, PackedMatrix]]] = {
+_METHODS: Mapping[str, Callable[[Fields, StoredTensors], dict[str, QuantizedMatrix]]] = {
     "awq": read_awq,
     "compressed-tensors": read_compressed_tensors,
     "fp8": read_fp8,
@@ -34,7 +34,7 @@ MODELOPT_FILE = "hf_quant_config.json"
 
 
 @dataclass(frozen=True)
-class PackedFormat:
+class QuantizedFormat:
     """The packed weights of a checkpoint.
 
     scheme: the method and what it packs, for messages. claimed: all stored tensors that it reads or passes over.
@@ -43,7 +43,7 @@ class PackedFormat:
 
     scheme: str
     claimed: frozenset[str]
-    stored: Mapping[str, PackedMatrix]
+    stored: Mapping[str, QuantizedMatrix]
     input_scales: Mapping[str, InputScale]
 
     @property
@@ -59,7 +59,7 @@ class PackedFormat:
         """By which a matrix is packed, from headers."""
         return self.stored[name].scheme
 
-    def read(self, name: str, rows: tuple[int, int], columns: tuple[int, int]) -> PackedWeight:
+    def read(self, name: str, rows: tuple[int, int], columns: tuple[int, int]) -> QuantizedWeight:
         """The rows and columns [first, end) of a matrix on the CPU.
 
         Experts have the largest of the scales that each has for what it multiplies. Raises ValueError for a scale that
@@ -69,7 +69,7 @@ class PackedFormat:
         return weight if scale is None else weight._replace(input_scale=scale.value)
 
 
-def read_format(config: dict[str, Any], tensors: Mapping[str, StoredTensor], folder: Path) -> PackedFormat | None:
+def read_format(config: dict[str, Any], tensors: Mapping[str, StoredTensor], folder: Path) -> QuantizedFormat | None:
     """The packed weights of a checkpoint; None if its config tells of none, or of experts in mxfp4, which are read as
     floats (`strata.models.joined`).
 
@@ -97,7 +97,7 @@ def read_format(config: dict[str, Any], tensors: Mapping[str, StoredTensor], fol
         raise ValueError(f"{folder} holds no packed weights, though its quantization_config says {method!r}")
     counts = Counter(matrix.scheme for matrix in matrices.values())
     schemes = ", ".join(f"{_words(scheme)} ({count})" for scheme, count in counts.most_common())
-    return PackedFormat(f"{method}: {schemes}", claimed, matrices, stored.input_scales)
+    return QuantizedFormat(f"{method}: {schemes}", claimed, matrices, stored.input_scales)
 
 
 def _words(scheme: Scheme) -> str:

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from strata.kernels.quant.packed import LEAST_SCALE
+from strata.kernels.quant.quantized import MIN_SCALE
 from strata.models.checkpoint import StoredTensor, shorten
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -41,7 +41,7 @@ class InputScale:
     def value(self) -> float:
         """Raises ValueError for scales of which one is no finite number, or none positive."""
         largest = max(float(self.tensors.read_scales(one)) for one in self.sources)
-        if largest < LEAST_SCALE:
+        if largest < MIN_SCALE:
             first = self.sources[0]
             raise ValueError(f"{first.file}: {first.name} is {largest:.3g}; accepted is a scale of at least 2^-126")
         return largest

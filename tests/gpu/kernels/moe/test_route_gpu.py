@@ -11,7 +11,7 @@ from torch import Tensor
 
 from strata.kernels.choose import MEASURED, thresholds_of
 from strata.kernels.moe.local_order import Order, local_numbers, local_order
-from strata.kernels.moe.route import SOFTMAX, Choice, route
+from strata.kernels.moe.route import SOFTMAX, ExpertChoice, route
 from tests.gpu.tensors import captured, no_waiting
 from tests.kernels.moe.routes import (
     ROUTES,
@@ -82,7 +82,7 @@ def test_what_the_kernel_does_not_take_is_left_to_torch() -> None:
             (torch.randn(8, 3, device="cuda").t(), 2, SOFTMAX),
             (torch.randn(3, 1100, device="cuda"), 2, SOFTMAX),
             (torch.randn(3, 64, device="cuda"), 17, SOFTMAX),
-            (torch.randn(3, 8, device="cuda"), 2, Choice("sigmoid", 8, 4, "top2")),
+            (torch.randn(3, 8, device="cuda"), 2, ExpertChoice("sigmoid", 8, 4, "top2")),
         )
     ]
     assert names == ["torch"] * 5

@@ -10,18 +10,18 @@ from torch import Tensor
 from benchmarks.split_products import candidates
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear.linear import linear
-from strata.kernels.linear.packed.few_rows import chosen_tile, dot_shapes, dot_tiles, packed_tile
-from strata.kernels.linear.packed.split_product import split_product
 from strata.kernels.linear.prenorm import linear_add, scaled_linear, scaled_linear_silu_mul
+from strata.kernels.linear.quantized.small_m import chosen_tile, dot_shapes, dot_tiles, quantized_tile
+from strata.kernels.linear.quantized.split_product import split_product
 from strata.kernels.linear.silu_mul import linear_silu_mul
-from strata.kernels.linear.skinny import SkinnyProduct, multiply
-from strata.kernels.linear.skinny_tiles import PACKED_IMPLEMENTATION, SkinnyTile
+from strata.kernels.linear.small_m import SmallMProduct, multiply
+from strata.kernels.linear.small_m_tiles import QUANTIZED_IMPLEMENTATION, SmallMTile
 from strata.kernels.quant.dequantize import dequantize
 from strata.kernels.quant.expand import can_expand, expand_on_device
-from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack, round_activations
+from strata.kernels.quant.quantized import QuantizedWeight, Scheme, dense, pack, round_activations
 from strata.kernels.quant.round_rows import round_rows
 from strata.kernels.quant.schemes import SCHEMES, SPARSITIES
-from strata.kernels.quant.two_of_four import least_two_of_four
+from strata.kernels.quant.two_of_four import smallest_two_of_four
 from strata.kernels.split_counters import split_counters
 from tests.gpu.tensors import assert_a_chain_waits, assert_near, assert_within, draw
 
@@ -41,7 +41,7 @@ ALL = dict(SCHEMES) | OTHERS
 SPARSE = SPARSITIES["2:4"]
 
 
-def draw_weight(out: int, width: int, scheme: Scheme, dtype: torch.dtype = torch.bfloat16) -> PackedWeight:
+def draw_weight(out: int, width: int, scheme: Scheme, dtype: torch.dtype = torch.bfloat16) -> QuantizedWeight:
     """dtype: of sparse ones."""
     if scheme == SPARSE:
         return pack(draw_sparse(out, width, dtype), SPARSE)
@@ -52,18 +52,18 @@ def draw_weight(out: int, width: int, scheme: Scheme, dtype: torch.dtype = torch
 def draw_sparse(out: int, width: int, dtype: torch.dtype) -> Tensor:
     """Dense; some fours have one value or none."""
     weight = draw(out, width, dtype=dtype) * width**-0.5
-    weight = weight.masked_fill(least_two_of_four(weight.abs()), 0.0)
+    weight = weight.masked_fill(smallest_two_of_four(weight.abs()), 0.0)
     weight[:, : width // 8].masked_fill_(torch.rand(out, width // 8, device="cuda") < 0.5, 0.0)
     return weight
 
 
-def odd(weight: PackedWeight, zeros: torch.dtype = torch.uint8) -> PackedWeight:
+def odd(weight: QuantizedWeight, zeros: torch.dtype = torch.uint8) -> QuantizedWeight:
     """With zeros and columns in an order of their own."""
     drawn = torch.randint(0, 16, weight.scales.shape, device="cuda").to(zeros)
     return weight._replace(zeros=drawn, order=torch.randperm(weight.shape[1], device="cuda").int())
 
 
-def exact_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+def exact_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     return F.linear(x.double(), dense(weight).double(), None if bias is None else bias.double())
 
 
@@ -71,12 +71,12 @@ def limits() -> DeviceLimits:
     return DeviceLimits.of(torch.device("cuda", torch.cuda.current_device()))
 
 
-def tiles(rows: int, weight: PackedWeight) -> list[SkinnyTile]:
+def tiles(rows: int, weight: QuantizedWeight) -> list[SmallMTile]:
     """That of the rule, and of each shape that it may choose the one that divides columns among most programs."""
     out, width = weight.shape
     group = weight.columns if weight.columns < width and weight.scheme != SPARSE else 0
     asked = (rows, out, width, weight.kind, group)
-    found = [packed_tile(*asked, limits())]
+    found = [quantized_tile(*asked, limits())]
     found += [tile for shape in dot_shapes(rows) for tile in dot_tiles(shape, *asked)[-1:]]
     return [tile for tile in found if tile is not None]
 
@@ -97,13 +97,13 @@ def test_few_rows_in_every_shape_of_tile(
         x = draw(rows, 2 * width, dtype=dtype)[:, width:]
         exact = exact_linear(x, weight, bias)
         if scheme == SPARSE:
-            assert linear.bind("cuda", packed=True).choose(x, weight, bias).name == PACKED_IMPLEMENTATION
+            assert linear.bind("cuda", packed=True).choose(x, weight, bias).name == QUANTIZED_IMPLEMENTATION
         found = tiles(rows, weight)
         assert found
         for tile in found:
-            (result,) = multiply(SkinnyProduct(x, weight, bias), tile)
+            (result,) = multiply(SmallMProduct(x, weight, bias), tile)
             assert_near(result, exact)
-            assert torch.equal(multiply(SkinnyProduct(x, weight, bias), tile)[0], result)
+            assert torch.equal(multiply(SmallMProduct(x, weight, bias), tile)[0], result)
     assert not split_counters(bias.device).any()
 
 
@@ -130,7 +130,7 @@ def test_zeros_and_orders_of_columns(name: str, zeros: torch.dtype) -> None:
     weight = odd(draw_weight(272, 1024, ALL[name]), zeros)
     for rows in (1, 7, 40, 200):
         x = draw(rows, 1024)
-        assert linear.bind("cuda", packed=True).choose(x, weight, None).name == PACKED_IMPLEMENTATION
+        assert linear.bind("cuda", packed=True).choose(x, weight, None).name == QUANTIZED_IMPLEMENTATION
         assert_near(linear(x, weight, None), exact_linear(x, weight))
     assert torch.equal(dequantize(weight, torch.float32), dense(weight._replace(order=None)))
     whole = odd(draw_weight(272, 1024, ALL["int8_weights"]))
@@ -149,7 +149,8 @@ def test_what_products_end_in(scheme: Scheme, rows: int) -> None:
     bias = draw(2 * inner)
     total, weighted, squares = linear_add(x, down, None, residual, norm_weight)
     assert (
-        linear_add.bind("cuda", packed=True).choose(x, down, None, residual, norm_weight).name == PACKED_IMPLEMENTATION
+        linear_add.bind("cuda", packed=True).choose(x, down, None, residual, norm_weight).name
+        == QUANTIZED_IMPLEMENTATION
     )
     assert_near(total, exact_linear(x, down) + residual.double())
     assert torch.equal(weighted, total * norm_weight)
@@ -161,7 +162,7 @@ def test_what_products_end_in(scheme: Scheme, rows: int) -> None:
     assert_near(scaled_linear_silu_mul(weighted, squares, EPS, gate_up, bias), gated)
     plain = exact_linear(weighted, gate_up, bias)
     chosen = linear_silu_mul.bind("cuda", packed=True).choose(weighted, gate_up, bias).name
-    if scheme == SPARSE or chosen == PACKED_IMPLEMENTATION:
+    if scheme == SPARSE or chosen == QUANTIZED_IMPLEMENTATION:
         wanted = F.silu(plain[:, :inner]) * plain[:, inner:]
         assert_near(linear_silu_mul(weighted, gate_up, bias), wanted)
 
@@ -170,10 +171,10 @@ def test_rows_stand_alone_in_one_tile() -> None:
     for name in ("fp8", "int4", "fp8_block", "nvfp4"):
         weight, x = draw_weight(200, 2048, ALL[name]), draw(64, 2048)
         for tile in tiles(64, weight):
-            together = multiply(SkinnyProduct(x, weight), tile)[0]
+            together = multiply(SmallMProduct(x, weight), tile)[0]
             for rows in (1, 5, 33):
                 chosen = torch.randint(0, 64, (rows,), device="cuda")
-                alone = multiply(SkinnyProduct(x[chosen], weight), tile)[0]
+                alone = multiply(SmallMProduct(x[chosen], weight), tile)[0]
                 if tile.program_rows(rows) == tile.program_rows(64):
                     assert torch.equal(alone, together[chosen]), f"{tile}: other bits among {rows} rows"
 

@@ -10,12 +10,18 @@ import torch
 from torch import Tensor
 
 from strata.graph.walk import operation_counts
-from strata.kernels.activation.rounded_silu_mul import silu_mul_round
+from strata.kernels.activation.quantized_silu_mul import silu_mul_round
 from strata.kernels.activation.silu_mul import silu_mul
-from strata.kernels.collective.rounded_parts import GROUP, part_bytes, round_parts, sum_parts, widen_parts
+from strata.kernels.collective.quantized_shards import (
+    GROUP,
+    dequantize_shards,
+    quantize_shards,
+    shard_bytes,
+    sum_shards,
+)
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear.linear import linear
-from strata.kernels.linear.rounded_linear import rounded_linear
+from strata.kernels.linear.quantized_linear import quantized_linear
 from strata.kernels.norm.norm import (
     add_rms_norm,
     add_rms_norm_round,
@@ -25,7 +31,7 @@ from strata.kernels.norm.norm import (
     wide_rms_norm_round,
 )
 from strata.kernels.op import Operation
-from strata.kernels.quant.packed import pack
+from strata.kernels.quant.quantized import pack
 from strata.kernels.quant.round_rows import round_rows
 from strata.kernels.quant.schemes import SCHEMES
 from strata.models.config import config_from_dict
@@ -100,11 +106,11 @@ def test_products_of_rounded_rows_have_the_bits_of_others(rows: int, scheme: str
     weight = pack(torch.randn(1008, 2048) / 45, SCHEMES[scheme]).to("cuda")._replace(input_scale=static)
     x, bias = draw(rows, 2048), draw(1008)
     values, scales = run(round_rows, x, weight.kind, weight.columns, static)
-    bound = rounded_linear.bind("cuda", packed=True)
+    bound = quantized_linear.bind("cuda", packed=True)
     for added in (None, bias):
         chosen = bound.choose(values, scales, weight, added, x.dtype)
         assert chosen.name == linear.bind("cuda", packed=True).choose(x, weight, added).name
-        found = chosen.run(*rounded_linear.given(values, scales, weight, added, x.dtype))
+        found = chosen.run(*quantized_linear.call_args(values, scales, weight, added, x.dtype))
         assert torch.equal(found, linear.bind("cuda", packed=True)(x, weight, added))
 
 
@@ -124,8 +130,8 @@ def test_steps_of_many_rows_have_the_bits_of_others(scheme: str) -> None:
     weights = {name: pack(model.get_parameter(name).data.cpu(), SCHEMES[scheme]).to("cuda") for name in names}
     limits = DeviceLimits.of(torch.device("cuda", torch.cuda.current_device()))
     graphs = step_program(model, "cuda", deterministic=False, limits=limits, target={"packed": weights})
-    assert graphs.variant("rounded_logits") is not None
-    assert operation_counts(graph_of(graphs, "rounded_logits"))["rounded_linear"] == 4
+    assert graphs.variant("quantized_logits") is not None
+    assert operation_counts(graph_of(graphs, "quantized_logits"))["quantized_linear"] == 4
     batch = packed(random_sequences(512, (90, 40)))
     moved = {name: getattr(batch, name).cuda() for name in ("tokens", "positions", "offsets")}
     batch, rows = replace(batch, **moved), torch.tensor([89, 129], dtype=torch.int32, device="cuda")
@@ -139,7 +145,7 @@ def same(found: Tensor, wanted: Tensor, width: int) -> bool:
     """But for signs of zeros, and what fills parts up."""
     behind = -(-width // 16) * 16
     exponents = slice(behind, behind - (-width // GROUP))
-    assert found.shape[2] == wanted.shape[2] == part_bytes(width)
+    assert found.shape[2] == wanted.shape[2] == shard_bytes(width)
     values, others = (one[..., :width].cpu().contiguous().view(torch.float8_e4m3fn).float() for one in (found, wanted))
     return torch.equal(found[..., exponents].cpu(), wanted[..., exponents]) and torch.equal(values, others)
 
@@ -152,24 +158,31 @@ def test_kernels_have_the_bits_of_their_references(ranks: int, width: int, rows:
         (torch.randn(rows, ranks * width) * torch.randn(rows, ranks * width).exp()).to(dtype) for _ in range(ranks)
     ]
     parts[0][1], parts[0][2, 3], parts[1][4, 0] = 0.0, float("inf"), float("nan")
-    sent = [round_parts.reference(part, ranks) for part in parts]
+    sent = [quantize_shards.reference(part, ranks) for part in parts]
     for part, wanted in zip(parts, sent, strict=True):
         # A view whose rows lie further apart, as those of a product with more columns.
         wide = torch.zeros(rows, ranks * width + 16, dtype=dtype, device="cuda")
         wide[:, : ranks * width] = part
-        assert same(round_parts.bind("cuda")(part.cuda(), ranks), wanted, width)
-        assert same(round_parts.bind("cuda")(wide[:, : ranks * width], ranks), wanted, width)
+        assert same(quantize_shards.bind("cuda")(part.cuda(), ranks), wanted, width)
+        assert same(quantize_shards.bind("cuda")(wide[:, : ranks * width], ranks), wanted, width)
     received = torch.stack([one[0] for one in sent])
-    total = sum_parts.reference(received, width)
-    assert same(sum_parts.bind("cuda")(received.cuda(), width), total, width)
-    every = torch.cat([sum_parts.reference(torch.stack([one[rank] for one in sent]), width) for rank in range(ranks)])
-    wanted, found = widen_parts.reference(every, width, dtype), widen_parts.bind("cuda")(every.cuda(), width, dtype)
+    total = sum_shards.reference(received, width)
+    assert same(sum_shards.bind("cuda")(received.cuda(), width), total, width)
+    every = torch.cat([sum_shards.reference(torch.stack([one[rank] for one in sent]), width) for rank in range(ranks)])
+    wanted, found = (
+        dequantize_shards.reference(every, width, dtype),
+        dequantize_shards.bind("cuda")(every.cuda(), width, dtype),
+    )
     assert torch.equal(found.cpu().isnan(), wanted.isnan())
     assert torch.equal(found.cpu().nan_to_num(0.0), wanted.nan_to_num(0.0))
 
 
 def test_own_kernels_run() -> None:
     x = torch.zeros(4, 512, dtype=torch.bfloat16, device="cuda")
-    sent = round_parts(x, 2)
-    for operation, arguments in ((round_parts, (x, 2)), (sum_parts, (sent, 256)), (widen_parts, (sent, 256, x.dtype))):
+    sent = quantize_shards(x, 2)
+    for operation, arguments in (
+        (quantize_shards, (x, 2)),
+        (sum_shards, (sent, 256)),
+        (dequantize_shards, (sent, 256, x.dtype)),
+    ):
         assert operation.bind("cuda").choose(*arguments).name == "triton"

@@ -11,7 +11,7 @@ import torch
 
 from strata import LLM, SamplingParams
 from strata.kernels.attention.sparse import prompts
-from strata.kernels.attention.sparse.block_choice import BlockChoice, kept_blocks, pooled_scores
+from strata.kernels.attention.sparse.block_choice import BlockChoice, chosen_blocks, pooled_scores
 from strata.kernels.attention.sparse.prompts import block_sparse_attention
 from strata.kernels.attention.spec import SparseCall
 from tests.gpu.kernels.test_attention_mixed_gpu import STEPS, arguments, assert_close
@@ -19,7 +19,7 @@ from tests.models.checkpoints import FAMILY_CONFIGS, make_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
-CHOICE = BlockChoice(share=0.8, least_keys=1000)
+CHOICE = BlockChoice(share=0.8, min_keys=1000)
 LONG = {**STEPS, "several chunks": [(77, 1), (5000, 1), (6000, 700), (0, 3000), (8192, 2048), (0, 1100)]}
 SHAPES = [(32, 8, 128), (14, 2, 64), (6, 6, 80), (16, 1, 256)]
 
@@ -70,7 +70,7 @@ def test_every_row(step: list[tuple[int, int]], shape: tuple[int, int, int]) -> 
     assert_close(prompts.attend(SparseCall(*given, CHOICE)), exact(given, kept, counts, CHOICE))
     assert_close(
         prompts.attend(SparseCall(*given, CHOICE._replace(share=1.0))),
-        block_sparse_attention.reference(*given, CHOICE._replace(least_keys=1 << 30)).double(),
+        block_sparse_attention.reference(*given, CHOICE._replace(min_keys=1 << 30)).double(),
     )
 
 
@@ -87,7 +87,7 @@ def test_what_is_kept_is_what_the_reference_keeps(shape: tuple[int, int, int]) -
         for of in range(kv_heads):
             members = slice(of * heads // kv_heads, (of + 1) * heads // kv_heads)
             scores = pooled_scores(q[first : first + new, members].float(), keys[:, of], CHOICE, spec.scale)
-            wanted = kept_blocks(scores, new, total, CHOICE)
+            wanted = chosen_blocks(scores, new, total, CHOICE)
             for block, row in enumerate(wanted):
                 line = int(starts_of(given)[s]) // CHOICE.block + s + block
                 mine = kept[of, line, : counts[of, line]].long()

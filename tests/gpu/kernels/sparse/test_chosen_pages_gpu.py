@@ -13,7 +13,7 @@ from strata.kernels.attention.sparse import decodes
 from strata.kernels.attention.sparse.page_choice import PageChoice, page_scores, write_bounds
 from strata.kernels.attention.spec import SparseCall
 from strata.kernels.state.paged import PagedKV
-from tests.gpu.kernels.test_attention_mixed_gpu import PAGE, STEPS, arguments, as_recorded, assert_close, padded
+from tests.gpu.kernels.test_attention_mixed_gpu import PAGE, STEPS, arguments, as_captured, assert_close, padded
 from tests.gpu.kernels.test_attention_mixed_gpu import exact as exact_over_all
 from tests.gpu.tensors import captured
 from tests.models.checkpoints import FAMILY_CONFIGS, make_checkpoint
@@ -73,7 +73,7 @@ def test_every_row_and_padding(step: list[tuple[int, int]], shape: tuple[int, in
     wanted = exact(given, chosen(given)) if decodes_of(given) else exact_over_all(given)
     assert_close(found, wanted)
     for sequences, tokens in ((1, 200), (40, 133)):
-        padding = decodes.attend(SparseCall(*padded(as_recorded(given), sequences, tokens), CHOICE))
+        padding = decodes.attend(SparseCall(*padded(as_captured(given), sequences, tokens), CHOICE))
         assert_close(padding[: len(wanted)], wanted)
 
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.kernels.attention import cuda, fixed
+from strata.kernels.attention import batch_invariant, cuda
 from strata.kernels.attention.decode_cuda import Unfinished, decode
 from strata.kernels.attention.decode_tile import DecodeTile, decode_tile
 from strata.kernels.attention.spec import AttentionCall, Sequences
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
-from strata.kernels.state.rounded_rows import round_rows, widen_rows
-from strata.kernels.state.rounded_triton import write_rounded
+from strata.kernels.state.quantized_rows import round_rows, widen_rows
+from strata.kernels.state.quantized_triton import write_quantized
 from tests.gpu.kernels.test_decode_attention_gpu import Step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
@@ -50,7 +50,7 @@ def test_rows_are_written_as_by_the_reference(kind: torch.dtype, dtype: torch.dt
     k[0, 1, 7], k[1, 0, 3], v[3, 2] = torch.nan, torch.inf, 0.0
     k[2] *= 1e-30
     ours, theirs = (replace(packed, **{name: (getattr(packed, name)[0].clone(),) for name in FIELDS}) for _ in range(2))
-    found, wanted = write_rounded(k, v, ours, 0), kv_write.reference(k, v, theirs, 0)
+    found, wanted = write_quantized(k, v, ours, 0), kv_write.reference(k, v, theirs, 0)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
     for name in FIELDS:
@@ -140,7 +140,7 @@ def test_prompts_have_the_bits_of_plain_pools(
     offsets = torch.tensor([0, *torch.tensor(news).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
     q = torch.randn(sum(news), heads, head_dim, device="cuda").bfloat16()
     k = torch.randn(sum(news), kv_heads, head_dim, device="cuda").bfloat16()
-    for attend in (cuda.attend, fixed.attend):
+    for attend in (cuda.attend, batch_invariant.attend):
         found, wanted = (
             attend(AttentionCall(q, k, k, Sequences(offsets, max(news), pages), step.spec()))
             for pages in (packed, plain)

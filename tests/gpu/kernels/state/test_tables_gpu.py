@@ -1,4 +1,4 @@
-"""What steps read from the device: block tables that follow the host, the newest ids, and what a recording lends."""
+"""What steps read from the device: block tables that follow the host, the newest ids, and what a CUDA graph lends."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 48])
-@pytest.mark.parametrize(("sequences", "most_pages"), [(1, 1), (1, 256), (3, 1023), (7, 1025), (256, 2560), (5, 6400)])
-def test_the_kernel_reads_and_enters_what_the_reference_does(sequences: int, most_pages: int, page_size: int) -> None:
+@pytest.mark.parametrize(("sequences", "page_limit"), [(1, 1), (1, 256), (3, 1023), (7, 1025), (256, 2560), (5, 6400)])
+def test_the_kernel_reads_and_enters_what_the_reference_does(sequences: int, page_limit: int, page_size: int) -> None:
     count = sequences + 3
-    tables = torch.randint(10**6, (count, most_pages), dtype=torch.int32, device="cuda")
+    tables = torch.randint(10**6, (count, page_limit), dtype=torch.int32, device="cuda")
     counts = torch.randint(1, 9, (sequences,))
     tokens = int(counts.sum())
     buffer = torch.empty(3 * sequences + tokens + 2, dtype=torch.int32, device="cuda")[1:]  # at an odd address
     rows, offsets, lengths, slots = buffer.split([sequences, sequences + 1, sequences, tokens])
     rows.copy_(torch.randperm(count, device="cuda")[:sequences])
     offsets.copy_(torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]))
-    lengths.copy_(torch.randint(most_pages * page_size + 1, (sequences,)))
+    lengths.copy_(torch.randint(page_limit * page_size + 1, (sequences,)))
     slots.copy_(torch.randint(10**6 * page_size, (tokens,)))
     lengths[0] = 0
     wanted_tables = tables.clone()
