@@ -23,7 +23,7 @@ def test_every_file_runs_once_in_the_company_it_may_have(gpus: int) -> None:
     assert {"attention", "kernels", "moe", "sampling", "fused", "gemm_cublaslt"} <= names(kernels)
     assert {"engine", "invariance", "long_prompts", "service", "train"} <= names(engines)
     assert {"faults", "gaps", "measured_step", "models", "probe", "served_gaps"} <= names(found.alone)
-    assert {"key_splits", "parallel", "sent_rows", "steps", "under_way"} <= names(found.together)
+    assert {"decode_context_parallel", "parallel", "sent_rows", "steps", "under_way"} <= names(found.together)
     rest = [*engines, *found.alone, *found.together]
     assert all(len(job.files) == job.workers == 1 for job in rest)
     assert sorted(file for job in [*kernels, *rest] for file in job.files) == FILES

@@ -35,7 +35,7 @@ from strata.engine.ranks.prefill_context_parallel import CONTEXT_AXIS, TokenShar
 from strata.engine.ranks.rank import share_of_all_layers
 from strata.engine.ranks.vocabulary_shard import VocabularyShard
 from strata.engine.request import Request
-from strata.engine.runner import Launched, ScoredPrompt, Runner
+from strata.engine.runner import Launched, Runner, ScoredPrompt
 from strata.engine.sampler import DrawInputs, LogprobTensors, Sampler, draw_ids
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig

@@ -18,7 +18,7 @@ from strata.engine.ranks import messages
 from strata.engine.ranks.expert_balance import ExpertBalance, RankExperts
 from strata.engine.ranks.followers import Followers
 from strata.engine.ranks.ranked_runner import RankedRunner, mask_rows, together
-from strata.engine.runner import Launched, ScoredPrompt, Runner, Undrawn
+from strata.engine.runner import Launched, Runner, ScoredPrompt, Undrawn
 from strata.engine.sampler import LogprobTensors
 from strata.engine.steps.slots import SlotState
 

@@ -22,7 +22,7 @@ from strata.engine.plan import StepPlan
 from strata.engine.ranks import messages
 from strata.engine.ranks.expert_balance import ExpertBalance, RankExperts
 from strata.engine.ranks.followers import STEP_SECONDS, Followers
-from strata.engine.runner import Launched, ScoredPrompt, Runner, Undrawn
+from strata.engine.runner import Launched, Runner, ScoredPrompt, Undrawn
 from strata.engine.sampler import LogprobTensors
 
 # How long rank 0 sleeps between two looks at its device, in seconds: a rank that ends meanwhile leaves it waiting for
