@@ -34,7 +34,7 @@ from strata.plan.meta_model import meta_model
 PARTS = (
     ("prompts", ("sdpa", "fmha", "flash", "attention_kernel", "gather_prompt_keys")),
     ("decodes", ("decode_attention", "join_decodes")),
-    ("products", ("nvjet", "gemm", "cutlass", "linear", "xmma", "small M", "few_rows", "product")),
+    ("products", ("nvjet", "gemm", "cutlass", "linear", "xmma", "gemv", "dot_kernel", "w8a8", "product")),
 )
 
 

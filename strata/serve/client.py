@@ -232,7 +232,6 @@ class EngineClient:
     async def embed(self, request: messages.Embed) -> list[float]:
         """One vector. Raises EngineRefused, EngineGone, or ValueError if the id is that of an unfinished request."""
         self._check_new(request.id)
-        self._watch_silence()
         try:
             vector: list[float] = await self._answer(request.id, request)
             return vector
@@ -276,6 +275,7 @@ class EngineClient:
         """What the engine says to a message, once. Raises EngineGone."""
         if not self.alive:
             raise EngineGone(await self.wait_dead())
+        self._watch_silence()
         answer = self._answers[id] = self._loop.create_future()
         self._send(message)
         try:

@@ -147,6 +147,7 @@ def test_parts_add_up_to_the_wall_time_and_the_largest_is_named() -> None:
         ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", OTHER),
         # Own ones with words of several kinds.
         ("quantized_grouped_kernel", "experts"),
+        ("quantized_write_kernel", "rotation and KV write"),
         ("gather_prompt_keys_kernel", "attention"),
     ],
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -29,10 +29,6 @@ from strata.kernels.recurrent import delta_chunks_cuda
 from strata.models.config import ModelConfig
 from strata.models.recurrence.gated_delta_config import GatedDeltaConfig
 from strata.parallel.serving_shard import RankShard
-
-if TYPE_CHECKING:
-    from strata.engine.engine_config import EngineConfig
-
 
 # What a process holds of a device before anything is allocated, estimated.
 CONTEXT_BYTES = 1 << 29

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from functools import partial
 
 from fastapi import Request, Response
 
@@ -15,6 +16,7 @@ from strata.serve.grammar import answer_grammar
 from strata.serve.http.limits import AdmittedRequest
 from strata.serve.http.routes import api_router
 from strata.serve.http.sse import EventStream, run_until_disconnect, streams
+from strata.serve.observe.logs import note_prompt
 from strata.serve.replies.reply_parser import ReplyParser
 from strata.serve.schema.chat import ChatRequest
 from strata.serve.schema.chat_reply import ChatChunk, ChatCompletion
@@ -26,7 +28,7 @@ router = api_router("chat")
 
 @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=streams(ChatChunk))
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
-    """AnswerWriter a conversation."""
+    """Answer a conversation."""
     received(request, "chat")
     if body.stream:
         return EventStream(_stream(body, request))
@@ -71,7 +73,13 @@ async def _parse(body: ChatRequest, request: Request) -> tuple[AnswerWriter, lis
     body.check()
 
     async def render(admission: AdmittedRequest, tools: Tools) -> Prompt:
-        return await chat_prompt(server_of(request), admission, as_sent(body.messages), **body.rendering(tools))
+        return await chat_prompt(
+            server_of(request),
+            admission,
+            as_sent(body.messages),
+            rendered=partial(note_prompt, request.scope),
+            **body.rendering(tools),
+        )
 
     asked, parsers = await parse_dialogue(body, request, lambda: answer_grammar(body), render)
     answer.generate("chat", asked)

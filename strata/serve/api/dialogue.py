@@ -12,7 +12,6 @@ from strata.serve.api.prompts import Prompt, bad_words_of
 from strata.serve.generation import EngineRequest
 from strata.serve.grammar import Grammar
 from strata.serve.http.limits import AdmittedRequest
-from strata.serve.observe.logs import note_prompt
 from strata.serve.replies.reasoning import opens_reasoning
 from strata.serve.replies.reply_parser import ReplyParser, with_visible_tags
 from strata.serve.replies.tools import use_tools
@@ -50,7 +49,6 @@ async def parse_dialogue(
     if tools.grammar is not None:
         await state.grammars.check(tools.grammar, admission)
     prompt = await render(admission, tools.shown)
-    note_prompt(request.scope, prompt.text)
     reasoning = state.settings.reasoning and tools.grammar is None  # a grammar leaves no room for it
     params = with_visible_tags(params, state.tokenizer, tools.tool_format, reasoning)
     bad_words = await bad_words_of(state, admission, params)

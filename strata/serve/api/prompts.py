@@ -37,12 +37,14 @@ async def chat_prompt(
     *,
     add_special_tokens: bool = False,
     param: str = "messages",
+    rendered: Callable[[str], None] = lambda text: None,
     **options: Unpack[ChatOptions],
 ) -> Prompt:
     """What the model's chat template makes of the messages.
 
     Raises ApiError (400) if it refuses them, or if what others than the model have said is longer than it could take.
     add_special_tokens: besides those that the template writes. param: what the messages are called in the request.
+    rendered: is told of the text before it is encoded, which may refuse it.
     """
     said = (text_of(message.get("content")) for message in messages if message.get("role") != "assistant")
     _check_length(state, sum(map(len, said)), param)
@@ -51,6 +53,7 @@ async def chat_prompt(
         text = await state.templates.run(admission, lambda renderer: renderer.render(asked))
     except ValueError as error:
         raise ApiError(400, str(error), param=param, code="chat_template_failed") from None
+    rendered(text.text)
     ids = await encode(state, admission, text, add_special_tokens=add_special_tokens, param=param)
     return Prompt(text.text, ids)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -21,6 +22,7 @@ from strata.serve.http.errors import ApiError
 from strata.serve.http.limits import AdmittedRequest
 from strata.serve.http.routes import api_router, json_response
 from strata.serve.http.sse import EventStream, run_until_disconnect, streams
+from strata.serve.observe.logs import note_prompt
 from strata.serve.replies.reply_parser import collect
 from strata.serve.schema.responses import ResponsesNamedTool, ResponsesRequest
 from strata.serve.schema.responses_reply import DeletedResponse, ResponseObject, ResponseStreamEvent
@@ -112,7 +114,7 @@ async def _parse(body: ResponsesRequest, request: Request) -> _Parsed:
         if (earlier := body.previous_response_id) is not None:
             before = _stored(request, earlier, "previous_response_id").messages
         messages.extend([*before, *input_messages(body.input, before)])
-        return await response_prompt(state, admission, body, messages, tools)
+        return await response_prompt(state, admission, body, messages, tools, partial(note_prompt, request.scope))
 
     def form() -> Grammar | None:
         return None if body.text is None else format_grammar(body.text.format, "text.format")

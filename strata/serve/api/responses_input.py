@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from strata.serve.api.prompts import Prompt, chat_prompt
@@ -64,18 +64,22 @@ async def response_prompt(
     body: ResponsesRequest,
     conversation: Sequence[dict[str, Any]],
     tools: Sequence[dict[str, Any]] | None,
+    rendered: Callable[[str], None],
 ) -> Prompt:
     """The prompt that continues the conversation.
 
     With `truncation: "auto"`, if it and the output do not fit the model, the oldest messages go, up to a later one of
     the user; system messages at the start stay. What does not fit even so is returned as it is.
-    Raises ApiError (400) for messages that the template refuses.
+    Raises ApiError (400) for messages that the template refuses. rendered: see `chat_prompt`.
     """
     most = state.client.ready.max_model_len - (body.max_output_tokens or 1)
     messages = [*([{"role": "system", "content": body.instructions}] if body.instructions else ()), *conversation]
 
     async def render(tried: Sequence[dict[str, Any]]) -> Prompt:
-        return await chat_prompt(state, admission, tried, param="input", tools=tools, variables=body.template_variables)
+        variables = body.template_variables
+        return await chat_prompt(
+            state, admission, tried, param="input", rendered=rendered, tools=tools, variables=variables
+        )
 
     async def fitting(tried: Sequence[dict[str, Any]]) -> Prompt | None:
         try:

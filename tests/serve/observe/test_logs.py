@@ -16,6 +16,7 @@ import pytest
 from fastapi import FastAPI, Response
 from fastapi.testclient import TestClient
 
+from strata.serve.api.prompts import chat_prompt
 from strata.serve.http.errors import ERROR_HANDLERS, ApiError
 from strata.serve.http.gate import Gate
 from strata.serve.http.keys import KeyRing
@@ -25,6 +26,7 @@ from strata.serve.observe.logs import AccessLog, configure_logging, log_event, n
 from strata.serve.observe.metrics import Metrics, RequestRecord
 from strata.serve.processes.drain import Drain
 from strata.serve.settings import ServeSettings
+from strata.text.spelled_tokens import ChatText
 
 RECORD = RequestRecord(
     "chat", "stop", 100.0, 101.0, 12, scheduled=100.01, first_token=100.05, cached_tokens=8, output_tokens=40
@@ -158,6 +160,25 @@ def test_prompts_only_when_asked_for_and_keys_never(as_json: bool) -> None:
     asked = logged(as_json, answers, log_prompts=True)
     assert "secret diary" in asked
     assert "sk-in" not in asked
+
+
+def test_a_prompt_that_is_refused_for_its_length_is_told_too() -> None:
+    """The template makes more of two characters than the model takes."""
+
+    async def run(admission: Any, work: Any) -> ChatText:
+        return ChatText("a system prompt, then: hi")
+
+    tokenizer = SimpleNamespace(characters_per_token=1, rendering=lambda messages: None)
+    ready = SimpleNamespace(max_model_len=5)
+    state: Any = SimpleNamespace(
+        tokenizer=tokenizer, templates=SimpleNamespace(run=run), client=SimpleNamespace(ready=ready)
+    )
+    admission: Any = None
+    told: list[str] = []
+    messages = [{"role": "user", "content": "hi"}]
+    with pytest.raises(ApiError, match="at most 5 tokens"):
+        asyncio.run(chat_prompt(state, admission, messages, rendered=told.append))
+    assert told == ["a system prompt, then: hi"]
 
 
 @pytest.mark.parametrize("as_json", [True, False])
