@@ -161,6 +161,7 @@ KIND_OF_FILE = {
     "attention": "attention",
     "decode_attention": "attention",
     "embedding": "lookup",
+    "gemm_all_reduce": "message",
     "gemm": "product",
     "kv_write": "rotation and KV write",
     "linear": "product",
