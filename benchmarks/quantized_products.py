@@ -1,8 +1,7 @@
 """Products by packed weights on one GPU: microseconds beside the floor, and beside the plain product in bfloat16.
 
-    python -m benchmarks.quantized_products --models 8B,0.6B --schemes fp8,int8,int4 --rows 1,64,8192 --save
-    packed.jsonl python -m benchmarks.quantized_products --tiles --rows 1,4,16,64   # of few rows also every tile that
-    could serve
+    python -m benchmarks.quantized_products --models 8B,0.6B --schemes fp8,int8,int4 --rows 1,64,8192
+    python -m benchmarks.quantized_products --tiles --rows 1,4,16,64   # of few rows also every tile that could serve
 
 The weights are those of a layer as they are merged. Calls are recorded in a CUDA graph and find none of their weights
 in the cache. The floor is the larger of the bytes at the memory's measured rate and the FLOPs at that of the type in
