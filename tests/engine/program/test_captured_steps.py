@@ -177,10 +177,10 @@ def test_the_same_ids_where_few_prompts_are_divided(folder: Path, monkeypatch: p
 @pytest.fixture
 def fresh_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes for fresh steps of up to two prompts, whose last is continued to a whole block of 16 keys."""
-    for name, value in (("LIBRARY_TOKENS", 32), ("_FRESH_TOKENS", 32), ("MAX_PROMPTS", 2)):
+    for name, value in (("LIBRARY_TOKENS", 32), ("_PURE_PREFILL_TOKENS", 32), ("MAX_PROMPTS", 2)):
         monkeypatch.setattr(sizes_of_steps, name, value)
     monkeypatch.setattr(query_chunks, "KEY_BLOCK", 16)
-    sizes = captured_sizes(MOST, LONGEST, 10**6, library=True, fresh=True)
+    sizes = captured_sizes(MOST, LONGEST, 10**6, library=True, pure_prefill=True)
     assert [size for size in sizes if size.pure_prefill] == [
         BufferShape(tokens, 3, 2, 2, pure_prefill=True) for tokens in (32, 64, LONGEST)
     ]

@@ -220,7 +220,7 @@ def test_engines_of_few_sequences_have_as_many_lengths_of_steps(most: int) -> No
 
 def test_short_steps_behind_many_keys_are_padded_to_the_shortest_for_the_library() -> None:
     def size(tokens: int, behind: int, sequences: int = 5, prompts: int = 1, library: bool = True) -> BufferShape:
-        sizes = mixed_buckets(256, 8192, library, fresh=library)
+        sizes = mixed_buckets(256, 8192, library, pure_prefill=library)
         found = smallest_mixed(sizes, StepShape(tokens, sequences, sequences, prompts, behind=behind))
         assert found is not None
         assert found.tokens >= tokens
@@ -248,15 +248,19 @@ def test_fresh_steps_have_few_sizes_beside_those_of_others() -> None:
     for new in ((8192,), (2048,) * 4, (512,) * 16, (1, 3900), (300, 5000), (2000,)):
         shape = StepShape(sum(new), len(new), len(new), len(new))
         wanted = smallest_mixed(others, shape)
-        found = smallest_mixed(sizes, shape._replace(fresh=pure_prefill_rows(new)))
+        found = smallest_mixed(sizes, shape._replace(pure_prefill_rows=pure_prefill_rows(new)))
         assert found is not None
         assert wanted is not None
         assert found.pure_prefill
         assert found.tokens == wanted.tokens
         assert smallest_mixed(sizes, shape) == wanted
-    assert not smallest_mixed(sizes, StepShape(8192, 2, 2, 2, fresh=pure_prefill_rows((8191, 1)))).pure_prefill
-    assert not smallest_mixed(sizes, StepShape(4000, 17, 17, 17, fresh=pure_prefill_rows((234,) * 17))).pure_prefill
-    assert not any(size.pure_prefill for size in captured_sizes(256, 8192, 10**9, library=False, fresh=False))
+    assert not smallest_mixed(
+        sizes, StepShape(8192, 2, 2, 2, pure_prefill_rows=pure_prefill_rows((8191, 1)))
+    ).pure_prefill
+    assert not smallest_mixed(
+        sizes, StepShape(4000, 17, 17, 17, pure_prefill_rows=pure_prefill_rows((234,) * 17))
+    ).pure_prefill
+    assert not any(size.pure_prefill for size in captured_sizes(256, 8192, 10**9, library=False, pure_prefill=False))
 
 
 def test_steps_are_recorded_while_they_are_short_for_their_model_or_the_library_attends() -> None:

@@ -139,7 +139,9 @@ def test_fresh_steps_answer_as_others(llm: LLM) -> None:
     for lengths in BATCHES:
         prompts = [[draw.randrange(vocabulary) for _ in range(length)] for length in lengths]
         found, taken = run(llm, prompts, params, lambda own, sizes, shape: own(sizes, shape))
-        wanted, others = run(llm, prompts, params, lambda own, sizes, shape: own(sizes, shape._replace(fresh=None)))
+        wanted, others = run(
+            llm, prompts, params, lambda own, sizes, shape: own(sizes, shape._replace(pure_prefill_rows=None))
+        )
         size, other = taken[0][1], others[0][1]
         assert size is not None
         assert other is not None

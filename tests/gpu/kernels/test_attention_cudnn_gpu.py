@@ -49,13 +49,13 @@ def _library() -> None:
 
 
 def divided(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same arguments with virtual sequences, as the inputs of a captured step make them."""
+    """The same arguments with query chunks, as the inputs of a captured step make them."""
     q, k, v, batch, spec = given
     pages, parts = batch.pages, batch.pages.parts
     row = pages.keys[0].stride(1)
     rows = Rows(q.stride(0), q.shape[1] * q.shape[2], row, row)
     division = query_chunks(batch.offsets, pages.lengths, parts.bounds, rows)
-    parts = replace(parts, virtual=as_query_chunks(division, rows))
+    parts = replace(parts, query_chunks=as_query_chunks(division, rows))
     return q, k, v, batch._replace(pages=replace(pages, parts=parts)), spec
 
 
@@ -144,7 +144,7 @@ def test_one_recording_serves_any_batches() -> None:
 class FreshStep:
     """What a CUDA graph of so many rows holds of steps whose prompts have all their keys in it.
 
-    What is behind the rows of a step's virtual sequences, in all pages, and behind the last row is not finite. apart:
+    What is behind the rows of a step's query chunks, in all pages, and behind the last row is not finite. apart:
     keys and values have tensors of their own, as what pools in 8 bits hold of them.
     """
 
@@ -184,8 +184,8 @@ class FreshStep:
     def arguments(self) -> tuple[Any, ...]:
         """Those of `attention`, divided as the inputs of a captured step are."""
         division = query_chunks(self.offsets, self.lengths, self._bounds, self.rows)
-        virtual = as_query_chunks(division, self.rows)
-        parts = BatchSplit(torch.zeros_like(self.lengths), self.offsets[:-1], self._bounds, 0, virtual)
+        chunks = as_query_chunks(division, self.rows)
+        parts = BatchSplit(torch.zeros_like(self.lengths), self.offsets[:-1], self._bounds, 0, chunks)
         batch = Sequences(self.offsets, self.size, replace(self._pages, parts=parts))
         return self.q, self.k, self.v, batch, self.spec
 
@@ -237,7 +237,7 @@ def test_vectors_that_lie_otherwise_are_read_from_pages() -> None:
     rows = Rows(q.stride(0), 16 * 128, k.stride(0), v.stride(0), pure_prefill=True)
     pages = batch.pages
     division = query_chunks(batch.offsets, pages.lengths, pages.parts.bounds, rows)
-    parts = replace(pages.parts, virtual=as_query_chunks(division, rows))
+    parts = replace(pages.parts, query_chunks=as_query_chunks(division, rows))
     given = (q, k, v.contiguous(), batch._replace(pages=replace(pages, parts=parts)), spec)
     assert_close(attention_mixed.attend(AttentionCall(*given)), exact(eager))
 
@@ -287,10 +287,10 @@ def test_gathered_keys_are_the_reference_s(page_size: int, shape: tuple[int, int
         there = {name: tensor.cuda() for name, tensor in given.items()}
         pages = PagedKV((keys,), (values,), there["tables"], there["lengths"], there["lengths"])
         division = query_chunks(there["offsets"], there["lengths"], there["bounds"], rows)
-        virtual = as_query_chunks(division, rows)
-        wanted = reference(pages, 0, virtual, longest)
-        last = int(virtual.prompts[0].max()) * KEY_BLOCK
-        for one, other in zip(gather_prompt_keys(pages, 0, virtual, longest), wanted, strict=True):
+        chunks = as_query_chunks(division, rows)
+        wanted = reference(pages, 0, chunks, longest)
+        last = int(chunks.prompts[0].max()) * KEY_BLOCK
+        for one, other in zip(gather_prompt_keys(pages, 0, chunks, longest), wanted, strict=True):
             assert one.shape == other.shape
             assert torch.equal(one[:last], other[:last])
 

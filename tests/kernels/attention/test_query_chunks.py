@@ -104,7 +104,7 @@ def divided(given: dict[str, Tensor], rows: Rows) -> QueryChunks:
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: f"{len(step.new)} of {sum(step.new)}")
 def test_each_query_once_with_its_keys(step: Step) -> None:
     given = tensors(step, len(step.new) + 3, MAX_TOKENS, MAX_PAGES, 16)
-    virtual = divided(given, ROWS)
+    chunks = divided(given, ROWS)
     wanted, row, block = set(), 0, 0
     block_ends, sequences = [], []
     for sequence, (cached, new) in enumerate(zip(step.cached, step.new, strict=True)):
@@ -115,12 +115,12 @@ def test_each_query_once_with_its_keys(step: Step) -> None:
             sequences.append(sequence)
         row += new
     assert block * KEY_BLOCK == keys_in_blocks(step.totals[step.decodes :])
-    ends, gathered = virtual.prompts.tolist()
+    ends, gathered = chunks.prompts.tolist()
     assert (ends[: len(block_ends)], gathered[: len(sequences)]) == (block_ends, sequences)
     assert {*ends[len(block_ends) :]} == {block}
     assert not any(gathered[len(sequences) :])
     found = []
-    (query_starts, result_starts, key_starts, value_starts), (queries, keys) = (part.tolist() for part in virtual[:2])
+    (query_starts, result_starts, key_starts, value_starts), (queries, keys) = (part.tolist() for part in chunks[:2])
     for at, count in enumerate(queries):
         assert 0 <= count <= QUERIES
         if not count:
@@ -159,19 +159,17 @@ def test_fresh_prompts_see_their_own_rows(new: tuple[int, ...]) -> None:
     block reads a row that has no result."""
     size = pure_prefill_rows(new)
     given = tensors(Step((0,) * len(new), new, 0), len(new) + 1, size, MAX_PAGES, 16)
-    virtual, apart = divided(given, FRESH), divided(given, FRESH._replace(keys=8 * 128))
-    assert apart.starts[2].equal(virtual.starts[2] // FRESH.queries * 8 * 128)
-    assert apart.starts[[0, 1, 3]].equal(virtual.starts[[0, 1, 3]])
-    assert apart.lengths.equal(virtual.lengths)
+    chunks, apart = divided(given, FRESH), divided(given, FRESH._replace(keys=8 * 128))
+    assert apart.starts[2].equal(chunks.starts[2] // FRESH.queries * 8 * 128)
+    assert apart.starts[[0, 1, 3]].equal(chunks.starts[[0, 1, 3]])
+    assert apart.lengths.equal(chunks.lengths)
     wanted, row = set(), 0
     for count in (*new[:-1], new[-1] + size - sum(new)):
         wanted |= {(row + at, row, at + 1) for at in range(count)}
         row += count
     assert row == size
     found = []
-    for query, result, key, value, queries, keys in zip(
-        *virtual.starts.tolist(), *virtual.lengths.tolist(), strict=True
-    ):
+    for query, result, key, value, queries, keys in zip(*chunks.starts.tolist(), *chunks.lengths.tolist(), strict=True):
         assert 0 <= queries <= QUERIES
         first, begin = query // FRESH.queries, key // FRESH.queries
         assert (query, result) == (first * FRESH.queries, first * FRESH.result)
@@ -180,14 +178,14 @@ def test_fresh_prompts_see_their_own_rows(new: tuple[int, ...]) -> None:
         assert begin + -(-keys // KEY_BLOCK) * KEY_BLOCK <= size
     assert len(found) == len(wanted)
     assert set(found) == wanted
-    assert int((virtual.lengths[0] > 0).sum()) <= MAX_QUERY_CHUNKS
+    assert int((chunks.lengths[0] > 0).sum()) <= MAX_QUERY_CHUNKS
     assert 0 <= size - sum(new) < KEY_BLOCK
 
 
-def test_a_fresh_step_without_prompts_has_no_virtual_sequences() -> None:
+def test_a_fresh_step_without_prompts_has_no_query_chunks() -> None:
     given = tensors(Step((), (), 0), 3, MAX_TOKENS, MAX_PAGES, 16)
-    virtual = divided(given, FRESH)
-    assert not any(part.any() for part in virtual[:3])
+    chunks = divided(given, FRESH)
+    assert not any(part.any() for part in chunks[:3])
 
 
 def test_there_is_room_for_the_longest_sequence_and_for_starts_that_a_number_holds() -> None:

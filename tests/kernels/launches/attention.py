@@ -149,8 +149,8 @@ def division(sequences: int, fresh: bool) -> list[CompileCase]:
 
 def gathered(kv_heads: int, head_dim: int, page_size: int) -> list[CompileCase]:
     held = pages(BF16, head_dim, page_size, 4, kv_heads=kv_heads)
-    virtual = as_query_chunks(ints(8, 64), Rows(6144, 4096, 1024, 1024))
-    return noted(f"{kv_heads} x {head_dim}", lambda: gather_prompt_keys(held, 0, virtual, 4096))
+    chunks = as_query_chunks(ints(8, 64), Rows(6144, 4096, 1024, 1024))
+    return noted(f"{kv_heads} x {head_dim}", lambda: gather_prompt_keys(held, 0, chunks, 4096))
 
 
 def compile_cases() -> list[CompileCase]:
