@@ -112,7 +112,7 @@ def smallest(sizes: tuple[BufferShape, ...], step: Workload) -> BufferShape | No
     if not prompts:
         decodes = [size for size in sizes if size.tokens == size.sequences >= count]
         return min(decodes, key=lambda size: size.tokens, default=None)
-    is_fresh = step.new == step.total
+    is_pure_prefill = step.new == step.total
     holding = [
         size
         for size in sizes
@@ -122,7 +122,7 @@ def smallest(sizes: tuple[BufferShape, ...], step: Workload) -> BufferShape | No
         and size.sequences > count
         and size.draws >= count
         and (size.prompts is None or size.prompts >= prompts)
-        and (not size.pure_prefill or (is_fresh and size.tokens >= pure_prefill_rows(step.new)))
+        and (not size.pure_prefill or (is_pure_prefill and size.tokens >= pure_prefill_rows(step.new)))
     ]
     holding.sort(key=lambda size: (size.tokens, size.sequences, size.prompts is None, not size.pure_prefill))
     behind = max(total - new for new, total in zip(step.new, step.total, strict=True) if new > 1)
@@ -238,8 +238,8 @@ def test_short_steps_behind_many_keys_are_padded_to_the_shortest_for_the_library
         assert size(tokens, 1 << 20) == size(tokens, 0)
 
 
-def test_fresh_steps_have_few_sizes_beside_those_of_others() -> None:
-    others, sizes = (mixed_buckets(256, 8192, True, fresh) for fresh in (False, True))
+def test_pure_prefill_steps_have_few_sizes_beside_those_of_others() -> None:
+    others, sizes = (mixed_buckets(256, 8192, True, own) for own in (False, True))
     assert [size for size in sizes if not size.pure_prefill] == others
     own = [size for size in sizes if size.pure_prefill]
     assert len(own) == 9

@@ -32,7 +32,7 @@ from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.state.paged import PagedKV
 from tests.gpu.kernels.test_attention_mixed_gpu import PAGE, STEPS, arguments, as_captured, assert_close, exact, padded
 from tests.gpu.tensors import captured
-from tests.kernels.attention.test_query_chunks import Step, random_fresh, random_step, tensors
+from tests.kernels.attention.test_query_chunks import Step, random_pure_prefill, random_step, tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned", "_library")]
 
@@ -141,7 +141,7 @@ def test_one_recording_serves_any_batches() -> None:
         values[order[POOL // 2 :].cuda()] = torch.nan
 
 
-class FreshStep:
+class PurePrefillStep:
     """What a CUDA graph of so many rows holds of steps whose prompts have all their keys in it.
 
     What is behind the rows of a step's query chunks, in all pages, and behind the last row is not finite. apart:
@@ -214,7 +214,7 @@ def test_fresh_prompts(new: tuple[int, ...], shape: tuple[int, int, int]) -> Non
         (pure_prefill_rows(new) + 300, False),
         (pure_prefill_rows(new), True),
     ):
-        step = FreshStep(size, shape, apart=apart)
+        step = PurePrefillStep(size, shape, apart=apart)
         step.place(new)
         given = step.arguments()
         assert attention_mixed.supports(AttentionCall(*given))
@@ -243,25 +243,25 @@ def test_vectors_that_lie_otherwise_are_read_from_pages() -> None:
 
 
 def test_one_recording_serves_any_fresh_prompts() -> None:
-    step = FreshStep(MAX_TOKENS, (16, 8, 128))
+    step = PurePrefillStep(MAX_TOKENS, (16, 8, 128))
     graph, found = captured(lambda: attention_mixed.attend(AttentionCall(*step.arguments())))
     draw = random.Random(torch.initial_seed())
     for number in range(20):
-        new = random_fresh(draw, MAX_PROMPTS, MAX_TOKENS) if number else (MAX_TOKENS,)
+        new = random_pure_prefill(draw, MAX_PROMPTS, MAX_TOKENS) if number else (MAX_TOKENS,)
         step.place(new)
         found.fill_(torch.nan)
         graph.replay()
         step.assert_right(found, new)
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-def test_the_division_is_the_reference_s(fresh: bool) -> None:
+@pytest.mark.parametrize("pure_prefill", [False, True])
+def test_the_division_is_the_reference_s(pure_prefill: bool) -> None:
     draw = random.Random(torch.initial_seed())
     for _ in range(30):
         step = random_step(draw, MAX_PROMPTS, MAX_TOKENS)
-        rows = Rows(3072, 2048, 1024, 4096, pure_prefill=fresh)
-        if fresh:
-            new = random_fresh(draw, MAX_PROMPTS, MAX_TOKENS)
+        rows = Rows(3072, 2048, 1024, 4096, pure_prefill=pure_prefill)
+        if pure_prefill:
+            new = random_pure_prefill(draw, MAX_PROMPTS, MAX_TOKENS)
             step = Step((0,) * len(new), new, 0)
         given = tensors(step, len(step.new) + 1, MAX_TOKENS, MAX_PAGES, PAGE)
         of_step = [given[name] for name in ("offsets", "lengths", "bounds")]
