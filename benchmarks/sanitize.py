@@ -246,8 +246,8 @@ def _captured(q: Tensor, k: Tensor, v: Tensor, held: PagedKV, spec: AttentionSpe
 
 
 def _gathered(held: PagedKV, offsets: Tensor, bounds: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    virtual = as_query_chunks(query_chunks(offsets, held.lengths, bounds, rows), rows)
-    return gather_prompt_keys(held, 0, virtual, held.tables.shape[1] * held.page_size)
+    chunks = as_query_chunks(query_chunks(offsets, held.lengths, bounds, rows), rows)
+    return gather_prompt_keys(held, 0, chunks, held.tables.shape[1] * held.page_size)
 
 
 def _latents() -> Iterator[Call]:

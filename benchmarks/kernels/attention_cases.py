@@ -104,13 +104,13 @@ def _prefill(config: ModelConfig, cached: int, new: int) -> Case:
 
 def _parts(q: Tensor, offsets: Tensor, pages: PagedKV) -> BatchSplit:
     """One prompt, divided for cuDNN where the engine would."""
-    bounds, virtual = torch.tensor([0, 1], dtype=torch.int32), None
+    bounds, chunks = torch.tensor([0, 1], dtype=torch.int32), None
     if q.is_cuda and why_no_plan(DeviceLimits.of(q.device), q.dtype, q.shape[2], PAGE_SIZE) is None:
         row = pages.keys[0].stride(1)
         rows = Rows(q.stride(0), q.stride(0), row, row)
         division = query_chunks(offsets, pages.lengths, bounds, rows)
-        virtual = as_query_chunks(division, rows)
-    return BatchSplit(torch.zeros_like(pages.lengths), offsets[:1], bounds, 0, virtual)
+        chunks = as_query_chunks(division, rows)
+    return BatchSplit(torch.zeros_like(pages.lengths), offsets[:1], bounds, 0, chunks)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, step: Sequences, spec: AttentionSpec) -> Tensor:

@@ -77,12 +77,12 @@ def chunks(q: Tensor, pages: PagedKV) -> Iterator[tuple[Any, ...]]:
         offsets = torch.tensor([0, len(part)], dtype=torch.int32, device="cuda")
         bounds = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
         lengths = torch.full_like(pages.lengths, total)
-        tables, virtual = pages.tables.clone(), None
+        tables, chunks = pages.tables.clone(), None
         if fits:
             rows = Rows(part.stride(0), part.stride(0), KV_HEADS * DIM, KV_HEADS * DIM)
             division = query_chunks(offsets, lengths, bounds, rows)
-            virtual = as_query_chunks(division, rows)
-        parts = BatchSplit(torch.zeros_like(lengths), offsets[:1], bounds, 0, virtual)
+            chunks = as_query_chunks(division, rows)
+        parts = BatchSplit(torch.zeros_like(lengths), offsets[:1], bounds, 0, chunks)
         given = replace(pages, tables=tables, lengths=lengths, parts=parts)
         k = part[:, :KV_HEADS]
         yield part, k, k, Sequences(offsets, len(part), given), SPEC

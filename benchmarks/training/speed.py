@@ -132,7 +132,7 @@ class _TrainingRun:
             precision=test.precision,
             recompute=test.recompute,
             max_length=test.sequence,
-            records=test.records,
+            captures=test.records,
         )
         self.work = work_of(test, config, self.layout)
         self.losses: list[Tensor] = []

@@ -28,7 +28,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "one_shot",
             "two_shot",
             "gather_rows",
-            "ll_norm",
+            "flag_norm",
             "nccl",
             "memcpy ptop",
             "put_signal",

@@ -16,7 +16,7 @@ from strata.models.state import attention_rows
 @dataclass(frozen=True)
 class PoolShape:
     """What decides the size of the pools. `page_size` in tokens, of those that `kept` says: other ranks have the others
-    of a page. tensors: 2 for keys and values, 1 if a row is both. rounded: in which 8 bits rows are kept
+    of a page. tensors: 2 for keys and values, 1 if a row is both. quantized: in which 8 bits rows are kept
     (`quantized_rows`); None: in `dtype`, that of the weights. has_bounds: whether pages have bounds of their keys
     (`page_choice`)."""
 

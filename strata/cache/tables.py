@@ -39,10 +39,11 @@ class Share(NamedTuple):
 class BufferShape:
     """How many of each a step buffer holds. `draws`: rows that are sampled.
 
-    prompts: of a captured step, most sequences that are no decodes, for which cuDNN attends; None: any number. fresh:
-    of one, all are prompts without tokens from before it, so cuDNN reads its own keys and values instead of pages.
-    ranks: how many divide the tokens of the step, each with as many rows; it writes the keys and values of all.
-    groups: of layers with block tables of their own. tags: some sequence brings an adapter or a version of the weights.
+    prompts: of a captured step, most sequences that are no decodes, for which cuDNN attends; None: any number.
+    pure_prefill: of one, all are prompts without tokens from before it, so cuDNN reads its own keys and values instead
+    of pages. ranks: how many divide the tokens of the step, each with as many rows; it writes the keys and values of
+    all. groups: of layers with block tables of their own. tags: some sequence brings an adapter or a version of the
+    weights.
     """
 
     tokens: int
@@ -194,8 +195,8 @@ class StepBuffer:
             host[name][tokens:] = -1
 
     def divide(self, counts: Int32Array, *, captured: bool) -> BatchSplit:
-        """Which of the sequences placed decode: those of one token that come first, none in a fresh step. counts:
-        tokens of each.
+        """Which of the sequences placed decode: those of one token that come first, none in a pure prefill step.
+        counts: tokens of each.
 
         captured: for a captured step, whose grids hold any number of decodes.
         """

@@ -29,7 +29,7 @@ from strata.kernels.collective.all_reduce import (
     two_shot_kernel,
 )
 from strata.kernels.collective.gemm_all_reduce import one_shot_received_norm_kernel
-from strata.kernels.collective.low_latency import LL_PROGRAMS, fits_inbox, ll_norm_kernel
+from strata.kernels.collective.one_shot_flags import FLAG_PROGRAMS, fits_inbox, flag_norm_kernel
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear.linear import linear
@@ -63,7 +63,7 @@ def fits_one_shot_norm(x: Tensor, axis: Any, residual: Tensor, weight: Tensor, e
     return x.nbytes <= thresholds(x.device).one_shot_norm_bytes
 
 
-def fits_ll_norm(x: Tensor, axis: Any, residual: Tensor, weight: Tensor, eps: float) -> bool:
+def fits_flag_norm(x: Tensor, axis: Any, residual: Tensor, weight: Tensor, eps: float) -> bool:
     """With more ranks, what it sends to each of them outweighs what two shots wait."""
     memory = memory_of(axis)
     return (
@@ -119,13 +119,13 @@ def one_shot_norm(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: 
     return total, result
 
 
-def ll_norm(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def flag_norm(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     words, total, result = x.shape[1] * x.itemsize // _WORD, torch.empty_like(x), torch.empty_like(x)
     layout, (rows, width) = InboxLayout.of(needed_memory(axis).ranks), x.shape
     strides = words, residual.stride(0) * residual.itemsize // _WORD
-    sizes = *strides, rows, words, width, layout.flagged, layout.ll_flags, eps
-    tensors, programs = (x, residual, weight, total, result), min(LL_PROGRAMS, rows)
-    exchange(ll_norm_kernel, programs, axis, tensors, sizes, row_tile(words), counters=2)
+    sizes = *strides, rows, words, width, layout.flagged, layout.flags_behind, eps
+    tensors, programs = (x, residual, weight, total, result), min(FLAG_PROGRAMS, rows)
+    exchange(flag_norm_kernel, programs, axis, tensors, sizes, row_tile(words), counters=2)
     return total, result
 
 

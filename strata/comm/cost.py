@@ -42,7 +42,7 @@ def one_shot_cost(nbytes: int, ranks: int) -> CollectiveCost:
     return CollectiveCost(1, 2 * nbytes * (ranks - 1))
 
 
-def ll_cost(nbytes: int, ranks: int) -> CollectiveCost:
+def flag_cost(nbytes: int, ranks: int) -> CollectiveCost:
     """The same with a flag behind the bytes as they are."""
     return CollectiveCost(1, nbytes * (ranks - 1))
 

@@ -1,4 +1,4 @@
-"""Collectives as operations of a graph: captured, costed and drawn without a process group, then bound to an axis.
+"""Collectives as operations of a graph: traced, costed and drawn without a process group, then bound to an axis.
 
 Until a graph is bound, an axis is its name and size (`Along`); `strata.graph.bind` puts the live `Axis` in its place.
 Each returns a new tensor, and along an axis of one rank its argument. All ranks of an axis run the same ones in the

@@ -8,18 +8,18 @@ from typing import Any
 from torch import Tensor
 
 from strata.comm.all_reduce_cuda import (
+    fits_flag_norm,
     fits_gemm_reduce,
-    fits_ll_norm,
     fits_one_shot_norm,
+    flag_norm,
     gemm_all_reduce_kernels,
     gemm_all_reduce_norm,
-    ll_norm,
     one_shot_norm,
 )
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along, all_reduce
 from strata.kernels.collective.all_reduce import one_shot_norm_kernel
-from strata.kernels.collective.low_latency import ll_norm_kernel
+from strata.kernels.collective.one_shot_flags import flag_norm_kernel
 from strata.kernels.fused import Run, fused
 from strata.kernels.linear.linear import linear
 from strata.kernels.norm.norm import add_rms_norm
@@ -40,7 +40,7 @@ def all_reduce_add_rms_norm(
 
 for _run, _name, _supports, _kernel in (
     (one_shot_norm, "one shot", fits_one_shot_norm, one_shot_norm_kernel),
-    (ll_norm, "one shot, flags", fits_ll_norm, ll_norm_kernel),
+    (flag_norm, "one shot, flags", fits_flag_norm, flag_norm_kernel),
 ):
     all_reduce_add_rms_norm.in_triton(_run, _name, supports=_supports, kernels=(_kernel,))
 all_reduce_add_rms_norm.unfused("apart", "cuda")

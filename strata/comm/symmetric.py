@@ -15,7 +15,7 @@ from strata.comm.collectives import all_gather_json
 from strata.comm.launch import WITHOUT_MULTICAST
 from strata.comm.mesh import Axis
 from strata.kernels.collective.all_reduce import PACKETS, PROGRAMS, TWO_SHOT_WORDS
-from strata.kernels.collective.low_latency import LL_PROGRAMS, LL_WORDS
+from strata.kernels.collective.one_shot_flags import FLAG_PROGRAMS, FLAG_WORDS
 from strata.kernels.triton_import import HAS_TRITON
 
 # For how many ranks there are kernels: powers of two, as many as a machine has.
@@ -27,7 +27,7 @@ class SymmetricMemory:
     """What the kernels of `strata.kernels.collective.all_reduce` need of one rank.
 
     inbox: [words] int32, where the others write. peers: [ranks] int64, the addresses of all inboxes. counters:
-    [3, LL_PROGRAMS] int32, the calls of each program so far: in one shot, in two, and in one with flags. handle:
+    [3, FLAG_PROGRAMS] int32, the calls of each program so far: in one shot, in two, and in one with flags. handle:
     keeps the others' memory.
 
     The ranks call the kernels in the same order, each on one stream.
@@ -52,7 +52,7 @@ class InboxLayout:
     second: int
     flags: int
     flagged: int
-    ll_flags: int
+    flags_behind: int
     end: int
 
     @staticmethod
@@ -62,8 +62,8 @@ class InboxLayout:
         second = first + 2 * TWO_SHOT_WORDS
         flags = second + 2 * TWO_SHOT_WORDS
         flagged = flags + 2 * PROGRAMS * ranks
-        ll_flags = flagged + 2 * ranks * LL_WORDS
-        return InboxLayout(first, second, flags, flagged, ll_flags, ll_flags + LL_PROGRAMS * ranks)
+        flags_behind = flagged + 2 * ranks * FLAG_WORDS
+        return InboxLayout(first, second, flags, flagged, flags_behind, flags_behind + FLAG_PROGRAMS * ranks)
 
 
 def with_symmetric_memory(axis: Axis, device: torch.device) -> Axis:
@@ -94,7 +94,7 @@ def imagined(name: str, ranks: int) -> Axis:
     if HAS_TRITON and ranks in SIZES:
         words = torch.empty(InboxLayout.of(ranks).end, dtype=torch.int32, device="meta")
         peers = torch.empty(ranks, dtype=torch.int64, device="meta")
-        memory = SymmetricMemory(words, peers, words.new_empty(3, LL_PROGRAMS), None)
+        memory = SymmetricMemory(words, peers, words.new_empty(3, FLAG_PROGRAMS), None)
     return Axis(name, ranks, 0, tuple(range(ranks)), None, symmetric=memory)
 
 
@@ -128,6 +128,6 @@ def _exchanged(axis: Axis, device: torch.device) -> SymmetricMemory:
     handle = symmetric.rendezvous(inbox, axis.group)
     inbox.zero_()
     peers = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
-    counters = torch.zeros(3, LL_PROGRAMS, dtype=torch.int32, device=device)
+    counters = torch.zeros(3, FLAG_PROGRAMS, dtype=torch.int32, device=device)
     torch.cuda.synchronize(device)
     return SymmetricMemory(inbox, peers, counters, handle)

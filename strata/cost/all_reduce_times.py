@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from strata.comm.cost import CollectiveCost, all_reduce_cost, ll_cost, one_shot_cost, tree_cost, two_shot_cost
+from strata.comm.cost import CollectiveCost, all_reduce_cost, flag_cost, one_shot_cost, tree_cost, two_shot_cost
 from strata.hardware.prediction import Call, Prediction
 
 # What a rank sends by each, of so many bytes between so many ranks; NCCL takes the quicker of its two.
 ALGORITHMS: dict[str, tuple[Callable[[int, int], CollectiveCost], ...]] = {
     "one shot": (one_shot_cost,),
     "one shot and norm": (one_shot_cost,),
-    "flags and norm": (ll_cost,),
+    "flags and norm": (flag_cost,),
     "two shots": (two_shot_cost,),
     "nccl": (all_reduce_cost, tree_cost),
 }

@@ -22,7 +22,7 @@ import torch
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.decode_tile import DecodeTile, decode_tile
 
-Prompts = Literal["fresh", "pages", "tiles"]
+Prompts = Literal["pure_prefill", "pages", "tiles"]
 # Queries of a tile of cuDNN's, rows of one of the kernel over pages, whose programs fit on a processor in pairs.
 _LIBRARY_QUERIES = 128
 _TILE_ROWS = 128
@@ -35,8 +35,8 @@ _FEW_WARPS = 2
 @dataclass(frozen=True)
 class Attends:
     """What runs the attention of a step. sequences: that get the programs of a decode, padding included. most: keys of
-    the longest sequence there may be. prompts: by cuDNN over a step's own keys ("fresh") or "pages", or by the kernel
-    over pages in "tiles"; None: all sequences decode.
+    the longest sequence there may be. prompts: by cuDNN over a step's own keys ("pure_prefill") or "pages", or by the
+    kernel over pages in "tiles"; None: all sequences decode.
     """
 
     heads: int
@@ -103,7 +103,7 @@ class AttentionTimes:
         seen = min(1.0, cost.flops / (4 * attends.heads * attends.head_dim * pairs))
         size = self.softmax + (1 - self.softmax) * attends.head_dim / _HEAD_DIM
         found = start + each * size * seen * self._longest(prompts, attends, kind)
-        if kind == "fresh" or not attends.sequences:
+        if kind == "pure_prefill" or not attends.sequences:
             return found
         programs = attends.sequences * attends.kv_heads * _tile(attends).splits
         decodes = [total for new, total in steps if new == 1]
@@ -181,7 +181,7 @@ TIMES = {
         empty=0.64e-6,
         beside=16.0e-6,
         softmax=0.3,
-        prompts={"fresh": (27.5e-6, 12.5e-9), "pages": (16.3e-6, 15.75e-9), "tiles": (2.7e-6, 42.2e-9)},
+        prompts={"pure_prefill": (27.5e-6, 12.5e-9), "pages": (16.3e-6, 15.75e-9), "tiles": (2.7e-6, 42.2e-9)},
         repeated=9.06e12,
     )
 }

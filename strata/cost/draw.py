@@ -82,7 +82,7 @@ def counts_table(before: Mapping[str, int], after: Mapping[str, int]) -> Table:
     """How often each operation stands in a graph before and after the passes."""
     drawn = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     drawn.add_column("")
-    for name in ("captured", "run"):
+    for name in ("traced", "run"):
         drawn.add_column(name, justify="right")
     for name in dict.fromkeys([*before, *after]):
         drawn.add_row(name, *(f"{counts[name]:,}" if name in counts else "" for counts in (before, after)))

@@ -31,8 +31,7 @@ PRODUCT = "linear"  # the operation whose calls are products alone
 class Evidence:
     """device: with the ceilings that this machine's probe found. calls: by operation, those of tuned kernels among
     them. products: that others measured, where nothing was measured here. sources: where all of it comes from, in
-    words. loan: by which calls, and ceilings that no probe found, are another device's, if none were measured of this
-    one.
+    words. loan: the other device whose calls and ceilings stand in.
     """
 
     device: Device

@@ -32,7 +32,7 @@ _ALGORITHMS = {
     "one_shot_kernel": "one shot",
     "one_shot_norm_kernel": "one shot and norm",
     "one_shot_received_norm_kernel": "one shot and norm",
-    "ll_norm_kernel": "flags and norm",
+    "flag_norm_kernel": "flags and norm",
     "two_shot_kernel": "two shots",
 }
 _NORMED = ("all_reduce_add_rms_norm", "linear_all_reduce_add_rms_norm")

@@ -78,7 +78,7 @@ class Engine(Executor):
 
 
 def build_engine(asked: EngineConfig, log: Log, *, details: Log | None = None, show_progress: bool = False) -> Engine:
-    """Load the model, divide the memory, capture the graphs, and on CUDA compile kernels meanwhile and warm up.
+    """Load the model, divide the memory, trace the graphs, and on CUDA compile kernels meanwhile and warm up.
 
     log: gets lines about it. details: gets those of an ordinary start (the memory ledger, times), `log` if left out.
     show_progress: of what takes long on a new machine, with a bar on standard error.

@@ -51,7 +51,7 @@ def draw_inputs(buffer: StepBuffer, draws: int) -> DrawInputs:
 
 
 def pure_prefill_rows_of(heads: int, pool: PoolShape) -> Rows:
-    """How queries, keys, values and results of fresh steps lie, of so many heads of queries.
+    """How queries, keys, values and results of pure prefill steps lie, of so many heads of queries.
 
     `qk_rope_kv_write` leaves rotated queries in front of their keys, and values behind both as they were; what pools in
     8 bits hold of keys and of values it leaves apart.
@@ -107,7 +107,7 @@ class CapturedSteps:
         tables: BlockTables,
         newest: Tensor,
         staging: list[Staging],
-        recordings: CudaGraphStore,
+        graphs: CudaGraphStore,
         heads: int,
         windows: WindowSteps | None = None,
         states: StatePool | None = None,
@@ -118,12 +118,12 @@ class CapturedSteps:
         """heads: of the model's queries. windows: where some layers have pages of their own. states: where some have a
         fixed state. rank: whose share of steps it is that ranks divide. kernels_are_ready: see `Runner.capture`."""
         self._program, self._pool, self._tables = program, pool, tables
-        self._fresh_rows = pure_prefill_rows_of(heads, pool.shape)
+        self._pure_prefill_rows = pure_prefill_rows_of(heads, pool.shape)
         self._gathered_rows = gathered_rows_of(heads, pool.shape)
         self._windows, self._states = windows, states
         self._rank, self._kernels_are_ready = rank, kernels_are_ready
         self._newest, self._staging = newest, staging
-        self._captured_graphs = recordings
+        self._captured_graphs = graphs
         self._outputs: dict[BufferShape, CapturedOutputs] = {}
         self.sizes: list[BufferShape] = []
         self.lacking: list[BufferShape] = []
@@ -172,14 +172,14 @@ class CapturedSteps:
         return self._outputs[bucket].ids
 
     def chunk_queries(
-        self, inputs: StepInputs, parts: BatchSplit, *, fresh: bool = False
+        self, inputs: StepInputs, parts: BatchSplit, *, pure_prefill: bool = False
     ) -> tuple[Tensor, Tensor, BatchSplit]:
         """Tokens, block tables and parts of a step in which cuDNN attends for prompts.
 
-        inputs: with tables of as many pages as a sequence can have, since the plan is made for those. fresh: it reads
-        none of them.
+        inputs: with tables of as many pages as a sequence can have, since the plan is made for those. pure_prefill: it
+        reads none of them.
         """
-        rows = self._fresh_rows if fresh else self._gathered_rows
+        rows = self._pure_prefill_rows if pure_prefill else self._gathered_rows
         tokens, tables, division = self._program.chunked_inputs.forward(QueryChunkInputs(inputs, parts.bounds, rows))
         return tokens, tables, replace(parts, query_chunks=as_query_chunks(division, rows))
 
@@ -187,7 +187,7 @@ class CapturedSteps:
         """Capture the steps of one size, the largest before smaller ones, so that these fit in its memory. A size that
         the memory does not suffice for is `lacking`, and holds nothing, or raises if it may not."""
         try:
-            self._record(shape)
+            self._capture(shape)
             return
         except (RuntimeError, MemoryError) as error:
             if not (may_lack and is_lack_of_memory(error)):
@@ -202,7 +202,7 @@ class CapturedSteps:
         self._captured_graphs.discard([(shape, part) for shape in self.sizes for part in _PARTS])
         self.sizes.clear()
 
-    def _record(self, shape: BufferShape) -> None:
+    def _capture(self, shape: BufferShape) -> None:
         device = self._staging[0].target(shape.size)
         self._buffers[shape] = {staging: StepBuffer(shape, staging, device) for staging in self._staging}
         buffer = self._buffers[shape][self._staging[0]]
@@ -225,7 +225,7 @@ class CapturedSteps:
                 divided = parts
                 tokens, tables = program.captured_inputs.forward(inputs)
             else:
-                tokens, tables, divided = self.chunk_queries(inputs, parts, fresh=shape.pure_prefill)
+                tokens, tables, divided = self.chunk_queries(inputs, parts, pure_prefill=shape.pure_prefill)
             others = () if self._windows is None else self._windows.captured_tables(buffer, inputs, program)
             batch = buffer.batch(self._pool, tables, tokens, longest, (), divided, others, self._states)
             made.logits = variant.graph.forward(batch, *(buffer.tensors[name] for name in variant.inputs))
@@ -243,7 +243,7 @@ class CapturedSteps:
         # run for long: with a run of each 104 sizes of 8B took 6.2 s to capture, without 126 take 3.5.
         graph = 0 if is_decode else shape.ranks
         sizes: set[tuple[str, int, int | None]] = {("prompts", graph, shape.prompts)}
-        sizes |= {("fresh", graph, shape.pure_prefill)}
+        sizes |= {("pure prefill", graph, shape.pure_prefill)}
         if not self._kernels_are_ready:
             sizes |= {("tokens", graph, shape.tokens), ("sequences", graph, shape.sequences)}
         warm = sizes <= self._warm

@@ -347,9 +347,9 @@ class EngineSizes:
         """Of steps that get a CUDA graph."""
         if not self.captures:
             return StepSizes()
-        fresh = self.attends and keeps_neighbours_apart(self.pool.dtype)  # a step's own rows are floats
+        pure_prefill = self.attends and keeps_neighbours_apart(self.pool.dtype)  # a step's own rows are floats
         given = self.max_sequences, self.max_tokens, self.parameters
-        found = captured_sizes(*given, self.library, fresh, self.division, self.exchanged)
+        found = captured_sizes(*given, self.library, pure_prefill, self.division, self.exchanged)
         return StepSizes((replace(size, groups=len(self.groups)) for size in found), self.prompt_keys)
 
     @staticmethod

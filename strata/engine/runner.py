@@ -98,7 +98,7 @@ class Undrawn(UndrawnStep):
 class Runner:
     """Owns the KV pool, the block tables and each slot's newest id; learns of sequences from plans alone.
 
-    Steps that fit into a size for which `record` has made a CUDA graph replay that; others are launched eagerly.
+    Steps that fit into a size for which `capture` has made a CUDA graph replay that; others are launched eagerly.
     program: what chooses what a step runs. observer: for benchmarks, None while nothing is measured.
     """
 

@@ -27,7 +27,7 @@ from strata.hardware.specs import recognize
 def step_times(model: MetaModel, product: str, captured: int) -> StepTimes | None:
     """How long steps take on a device by the name that its driver reports; None where its peaks are not known.
 
-    recorded: tokens of the largest step with prompts that a CUDA graph holds.
+    captured: tokens of the largest step with prompts that a CUDA graph holds.
 
     Nothing is computed: the graphs are looked at with shapes alone.
     """
@@ -50,7 +50,7 @@ def step_target(
     asked: EngineConfig, times: StepTimes | None, tokens: Sequence[int], sizes: Iterable[BufferShape]
 ) -> StepTarget | None:
     """What limits steps with decodes; None if nothing does, or the device's peaks are not known. tokens: to which steps
-    with prompts are padded, ascending. sizes: that are recorded."""
+    with prompts are padded, ascending. sizes: that are captured."""
     if times is None or asked.tpot_target_ms is None:
         return None
     seconds = asked.tpot_target_ms / 1e3 / asked.pipeline_parallel_size  # stages are alike, and a token passes them all

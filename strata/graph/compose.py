@@ -13,7 +13,7 @@ from strata.graph.deferred import DeferredGraph
 def compose(graph: fx.GraphModule, head: fx.GraphModule) -> fx.GraphModule:
     """One graph that calls `head` with the result of `graph`, so that passes see across the seam between them.
 
-    graph: Batch to hidden [tokens, hidden]; head: hidden to logits; both captured from one model (`capture`,
+    graph: Batch to hidden [tokens, hidden]; head: hidden to logits; both traced from one model (`trace`,
     `trace_head`) and neither merged nor bound. The result maps a Batch to logits of all its tokens, which are those
     that are wanted in a decode step. Both stay as they are and share their parameters with it; what both fetch, like a
     tied embedding, it fetches once.

@@ -33,7 +33,7 @@ class Folded(NamedTuple):
 def fold(graph: fx.GraphModule, passes: Collection[str] = ALL_PASSES) -> list[Folded]:
     """Run those of `fold_batch_norms`, `fold_linears` and `fold_norm_weights` that are among `passes`, in place.
 
-    graph: captured, and not merged yet; weights that are packed already stay. Folded weights are buffers beside the
+    graph: traced, and not merged yet; weights that are packed already stay. Folded weights are buffers beside the
     parameters, which stay as they are: whoever changes one calls `make` of all that name it, in this order.
     """
     found: list[Folded] = []

@@ -2,7 +2,7 @@
 
 The merged weight is the only storage: the original parameters become views of it, so a write into `q_proj.weight`
 reaches the merged product without a copy, and the module itself still runs. Moving the module to another device or
-assigning new parameters afterwards breaks that tie; capture and merge again then.
+assigning new parameters afterwards breaks that tie; trace and merge again then.
 """
 
 from __future__ import annotations

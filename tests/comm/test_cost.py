@@ -11,11 +11,11 @@ from strata.comm.cost import (
     all_gather_cost,
     all_reduce_cost,
     all_to_all_cost,
+    flag_cost,
     hierarchical_all_gather_cost,
     hierarchical_all_reduce_cost,
     hierarchical_all_to_all_cost,
     hierarchical_reduce_scatter_cost,
-    ll_cost,
     one_shot_cost,
     reduce_scatter_cost,
     shift_cost,
@@ -41,7 +41,7 @@ def test_sums_by_other_algorithms_by_hand() -> None:
     """Four ranks, 1200 bytes: all of it to three others, as packets twice as large or behind a flag; parts of 300 to
     three others, twice; up and down a tree of depth two with as many bytes as a ring."""
     assert one_shot_cost(1200, 4) == CollectiveCost(1, 2 * 3600)
-    assert ll_cost(1200, 4) == CollectiveCost(1, 3600)
+    assert flag_cost(1200, 4) == CollectiveCost(1, 3600)
     assert two_shot_cost(1200, 4) == CollectiveCost(2, 2 * 900)
     assert tree_cost(1200, 4) == CollectiveCost(4, 1800)
     assert tree_cost(1200, 64).messages == 12
@@ -113,7 +113,7 @@ def times() -> AllReduceTimes:
 
 def test_what_a_rank_sends_by_each_algorithm_by_hand() -> None:
     assert one_shot_cost(1000, 4) == CollectiveCost(1, 6000)  # packets are twice as large
-    assert ll_cost(1000, 4) == CollectiveCost(1, 3000)
+    assert flag_cost(1000, 4) == CollectiveCost(1, 3000)
     assert two_shot_cost(1000, 4) == CollectiveCost(2, 1500)
     assert tree_cost(1000, 4) == CollectiveCost(4, 1500)
     assert tree_cost(1000, 8).messages == 6

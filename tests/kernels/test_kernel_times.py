@@ -32,7 +32,7 @@ ATTENTION = AttentionTimes(
     empty=1e-7,
     beside=1e-9,
     softmax=0.25,
-    prompts={"fresh": (20e-6, 1e-8), "pages": (10e-6, 2e-8), "tiles": (3e-6, 4e-8)},
+    prompts={"pure_prefill": (20e-6, 1e-8), "pages": (10e-6, 2e-8), "tiles": (3e-6, 4e-8)},
     repeated=2e12,
 )
 
@@ -98,7 +98,7 @@ def test_a_prompt_by_heads_of_half_the_size_takes_more_than_half_the_time() -> N
         ATTENTION.seconds(
             Cost(4 * 16 * size * 200 * 201 // 2, cached=200 * 2 * 8 * size * 2),
             Workload((200,), (200,)),
-            replace(ATTENDS, head_dim=size, sequences=0, prompts="fresh"),
+            replace(ATTENDS, head_dim=size, sequences=0, prompts="pure_prefill"),
         )
         for size in (128, 64)
     )
@@ -139,7 +139,9 @@ def test_every_sequence_of_the_recorded_size_gets_programs() -> None:
     small, large = (replace(ATTENDS, sequences=count, prompts="tiles") for count in (16, 256))
     prompt = Workload((50,), (50,))  # 16 of up to 32 splits, 256 of 4
     assert seconds(prompt, large) - seconds(prompt, small) == pytest.approx(1e-7 * 8 / 8 * (256 * 4 - 16 * 32))
-    assert seconds(prompt, replace(large, prompts="fresh")) == pytest.approx(20e-6 + 1e-8 * 125)  # it launches none
+    assert seconds(prompt, replace(large, prompts="pure_prefill")) == pytest.approx(
+        20e-6 + 1e-8 * 125
+    )  # it launches none
 
 
 def test_windows_hide_keys_and_other_costs_are_not_of_attention() -> None:

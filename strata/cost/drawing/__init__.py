@@ -1,1 +1,1 @@
-"""A step of a model as a picture: what was captured beside what runs, one layer in full and the whole model."""
+"""A step of a model as a picture: what was traced beside what runs, one layer in full and the whole model."""

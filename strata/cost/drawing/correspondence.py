@@ -1,4 +1,4 @@
-"""Which kernel of the graph that runs does the work of an operation that was captured."""
+"""Which kernel of the graph that runs does the work of an operation that was traced."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from strata.cost.nodes import NodeCost
 
 
-def correspondence(captured: Sequence[NodeCost], run: Sequence[NodeCost]) -> list[int]:
-    """For each captured node the index of the node that does its work now; both are in the order of execution.
+def correspondence(traced: Sequence[NodeCost], run: Sequence[NodeCost]) -> list[int]:
+    """For each traced node the index of the node that does its work now; both are in the order of execution.
 
     By the parameters they read; of those without by the operations that a fused node's name joins with +; what neither
     tells goes with the node before it.
     """
     by_parameter = {name: index for index, node in enumerate(run) for name in node.parameters}
     found: list[int | None] = [
-        next((by_parameter[name] for name in node.parameters if name in by_parameter), None) for node in captured
+        next((by_parameter[name] for name in node.parameters if name in by_parameter), None) for node in traced
     ]
     places: dict[str, list[int]] = {}
-    for index, node in enumerate(captured):
+    for index, node in enumerate(traced):
         if not node.parameters:
             places.setdefault(node.operation, []).append(index)
     for index, node in enumerate(run):

@@ -17,11 +17,11 @@ _PRECISIONS = (("float32", "32 bits"), ("bfloat16", "16 bits"), ("e4m3", "8 bits
 
 @dataclass(frozen=True)
 class Drawing:
-    """captured: the nodes of a model before the passes. run: after them. stands_for: for each captured node the index
+    """traced: the nodes of a model before the passes. run: after them. stands_for: for each traced node the index
     of the one that does its work (see `correspondence`). notes: lines at the end."""
 
     title: str
-    captured: Sequence[Box]
+    traced: Sequence[Box]
     run: Sequence[Box]
     stands_for: Sequence[int]
     notes: Sequence[str] = ()
@@ -41,13 +41,13 @@ class Drawing:
     def _legend(self, page: Svg, y: float) -> float:
         x: float = _MARGIN
         names = {"memory": "bound by memory", "compute": "by compute", "communication": "by messages", "": "no work"}
-        used = {box.bound for box in (*self.captured, *self.run)}
+        used = {box.bound for box in (*self.traced, *self.run)}
         for bound in (one for one in BOUNDS if one in used):
             page.rect(x, y - 10, 14, 12, bound_class(bound), radius=2)
             page.text(x + 20, y, names[bound], "small")
             x += 36 + 6.6 * len(names[bound])
         x += 12
-        carried = {edge(read.precision) for box in (*self.captured, *self.run) for read in box.node.reads}
+        carried = {edge(read.precision) for box in (*self.traced, *self.run) for read in box.node.reads}
         for precision, label in _PRECISIONS:
             if edge(precision) in carried:
                 page.path(f"M{x} {y - 4}h26", edge(precision), edge(precision))
@@ -60,7 +60,7 @@ class Drawing:
         """A strip of all kernels for each graph, as wide as their floors, both at one scale."""
         page.text(_MARGIN, y, "The whole model: a box an operation, as wide as its floor", "head2")
         strips = []
-        for name, boxes in (("captured", self.captured), ("runs", self.run)):
+        for name, boxes in (("traced", self.traced), ("runs", self.run)):
             text = f"{name}: {len(boxes):,} operations, {{}} one after another at their floors"
             strips.append((text, [box.seconds for box in boxes], boxes))
         took = [box.took or 0.0 for box in self.run]
@@ -87,11 +87,11 @@ class Drawing:
         layers = sorted({box.node.layer for box in self.run if box.node.layer is not None})
         layer = layers[len(layers) // 2]
         run = [index for index, box in enumerate(self.run) if box.node.layer == layer]
-        before = {index: [self.captured[at] for at, own in enumerate(self.stands_for) if own == index] for index in run}
-        page.text(_MARGIN, y, f"Layer {layer} of 0 to {layers[-1]}: captured, and what runs in its place", "head2")
+        before = {index: [self.traced[at] for at, own in enumerate(self.stands_for) if own == index] for index in run}
+        page.text(_MARGIN, y, f"Layer {layer} of 0 to {layers[-1]}: as traced, and what runs in its place", "head2")
         after = [self.run[index] for index in run]
-        captured = [box for index in run for box in before[index]]
-        for name, boxes, x in (("captured", captured, 104), ("runs", after, 580)):
+        traced = [box for index in run for box in before[index]]
+        for name, boxes, x in (("traced", traced, 104), ("runs", after, 580)):
             moved = sum(box.node.cost.weights for box in boxes)
             seconds = duration(sum(box.seconds for box in boxes))
             text = f"{name}: {len(boxes)} operations, {seconds} at least, weights {quantity(moved)}B"
@@ -101,6 +101,6 @@ class Drawing:
         for row in rows:
             page.rect(_MARGIN, row.top - 5, _WIDTH - 2 * _MARGIN, row.height + 10, "band", radius=6)
         heights = [place for row in rows for place in row.parts]
-        draw_layer(page, Column(104, 320), captured, heights)
+        draw_layer(page, Column(104, 320), traced, heights)
         draw_layer(page, Column(580, 340), after, [(row.top, row.height) for row in rows])
         return rows[-1].top + rows[-1].height + 24

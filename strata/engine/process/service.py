@@ -63,7 +63,7 @@ class Service:
         self._grammars = _compiler(engine, log)
         self._embeddings = EmbeddingQueue(engine.pooler, engine.loop.clock)
         ranks = len(engine.pages.parts) if isinstance(engine.pages, RankPages) else 1
-        self._watch = Watch(engine.shares, ranks=ranks, records=engine.captured is not None)
+        self._watch = Watch(engine.shares, ranks=ranks, captures=engine.captured is not None)
         self._numbers = itertools.count()
         self._steps = self._failed = 0
         self._settled = True

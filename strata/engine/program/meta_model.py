@@ -84,10 +84,12 @@ class MetaModel:
         if program.asks_sequences:
             return program.choose(StepShape.of(PlanArrays(_plan(workload))))
         behind = max((end - own for own, end in zip(new[decodes:], total[decodes:], strict=True)), default=0)
-        fresh = pure_prefill_rows(new) if new == total else None
+        rows = pure_prefill_rows(new) if new == total else None
         size = workload.tokens, count, count, count - decodes
         keys = keys_in_blocks(total[decodes:])
-        return program.choose(StepShape(*size, decodes == count, fresh=fresh, behind=behind, prompt_keys=keys))
+        return program.choose(
+            StepShape(*size, decodes == count, pure_prefill_rows=rows, behind=behind, prompt_keys=keys)
+        )
 
     def _batch(self, workload: Workload, choice: StepChoice | None) -> Batch:
         """What the graphs are called with in a step of that workload, one-token sequences first. choice: of what runs
@@ -109,10 +111,10 @@ class MetaModel:
         if choice is not None and max(workload.new) > 1 and workload.tokens < 1 << 31:  # as many as a device can count
             size = choice.size
             indices = meta_indices(4, 1), meta_indices(2, 1), meta_indices(2, 1)
-            virtual = QueryChunks(*indices, self._rows(choice)) if choice.library else None
+            chunks = QueryChunks(*indices, self._rows(choice)) if choice.library else None
             decodes = _decodes(workload) if size is None else (0 if size.pure_prefill else None)
             begin = decodes is not None and workload.new[decodes:] == workload.total[decodes:]
-            parts = BatchSplit(pages.lengths, pages.lengths, meta_indices(2), decodes, virtual, begin)
+            parts = BatchSplit(pages.lengths, pages.lengths, meta_indices(2), decodes, chunks, begin)
             pages = replace(pages, parts=parts)
         tokens = meta_indices(workload.tokens)
         sequences = len(workload.new)
@@ -131,7 +133,7 @@ class MetaModel:
             if size is None:
                 sequences = _decodes(workload)
             elif size.pure_prefill:
-                kind = "fresh"
+                kind = "pure_prefill"
         config = self.config
         return Attends(
             config.num_heads, config.num_kv_heads, config.head_dim, self.dtype, sequences, config.longest, kind
@@ -231,8 +233,8 @@ class MetaModel:
         return StepNodes(name, read, ran, drawn, size is not None, [node for part in padded for node in part])
 
     def _rows(self, choice: StepChoice) -> Rows:
-        is_fresh = choice.size is not None and choice.size.pure_prefill
-        return (pure_prefill_rows_of if is_fresh else gathered_rows_of)(self.config.num_heads, self.sizes.pool)
+        is_pure_prefill = choice.size is not None and choice.size.pure_prefill
+        return (pure_prefill_rows_of if is_pure_prefill else gathered_rows_of)(self.config.num_heads, self.sizes.pool)
 
     def _arguments(self, workload: Workload, draws: int, choice: StepChoice) -> tuple[Any, ...]:
         """What the graphs of a step are called with: inputs; logits, of so many rows; draw."""

@@ -33,7 +33,7 @@ class StepChoice(NamedTuple):
 
     variant: whose graph computes its logits. size: of the CUDA graph that it replays, to which it is padded; None: the
     host launches it kernel by kernel. shape: with the share of this rank, where ranks divide its tokens. library: cuDNN
-    attends for its prompts, of `size.fresh` over the step's own keys.
+    attends for its prompts, of `size.pure_prefill` over the step's own keys.
     """
 
     variant: StepVariant

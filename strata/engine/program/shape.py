@@ -17,8 +17,8 @@ class StepShape(NamedTuple):
     tokens, sequences, draws: as many as it has; where ranks have sequences of their own, as the fullest has. prompts:
     sequences from the first on that has more than one token. decodes: every sequence has one token and is sampled.
     scored: log-probabilities of some prompt's tokens are asked for. tagged: some sequence brings tags along, of which
-    its batch has the rows, so that it replays no CUDA graph. fresh: rows that it needs if all its sequences
-    begin in it, see `pure_prefill_rows`; None: some do not. behind: the most tokens that a prompt has from before it.
+    its batch has the rows, so that it replays no CUDA graph. pure_prefill_rows: rows that it needs if all its sequences
+    begin in it, see `query_chunks`; None: some do not. behind: the most tokens that a prompt has from before it.
     prompt_keys: that its prompts see, each in whole blocks.
     step: chunk for chunk, of this rank; None: of any step that `size` holds. size: the captured one that it replays;
     None: it is launched. share: what this rank runs of it where ranks divide its tokens.
@@ -30,7 +30,7 @@ class StepShape(NamedTuple):
     prompts: int = 0
     decodes: bool = False
     scored: bool = False
-    fresh: int | None = None
+    pure_prefill_rows: int | None = None
     behind: int = 0
     prompt_keys: int = 0
     step: PlanArrays | None = None
@@ -40,10 +40,10 @@ class StepShape(NamedTuple):
 
     @staticmethod
     def of(step: PlanArrays, *, scored: bool = False, tagged: bool = False) -> StepShape:
-        fresh = None if step.starts.any() else pure_prefill_rows(step.counts.tolist())
+        rows = None if step.starts.any() else pure_prefill_rows(step.counts.tolist())
         size = step.tokens, len(step.counts), len(step.drawn), step.prompts
         keys = keys_in_blocks(step.prompt_ends)
-        return StepShape(*size, step.are_decodes, scored, fresh, step.behind, keys, step, tagged=tagged)
+        return StepShape(*size, step.are_decodes, scored, rows, step.behind, keys, step, tagged=tagged)
 
     @staticmethod
     def of_ranks(plans: Sequence[StepPlan], *, scored: bool, tagged: bool) -> StepShape:
@@ -51,9 +51,9 @@ class StepShape(NamedTuple):
         most that any plan has, and what its own leaves of that is padding. At least one has a chunk."""
         arrays = [PlanArrays(plan) for plan in plans]
         decodes = all(one.are_decodes for one in arrays)
-        fresh = None
+        rows = None
         if not decodes and not any(one.starts.any() for one in arrays):
-            fresh = max(pure_prefill_rows(one.counts.tolist()) for one in arrays if len(one.counts))
+            rows = max(pure_prefill_rows(one.counts.tolist()) for one in arrays if len(one.counts))
         return StepShape(
             tokens=max(plan.tokens for plan in plans),
             sequences=max(len(plan.chunks) for plan in plans),
@@ -61,7 +61,7 @@ class StepShape(NamedTuple):
             prompts=max(one.prompts for one in arrays),
             decodes=decodes,
             scored=scored,
-            fresh=fresh,
+            pure_prefill_rows=rows,
             behind=max(one.behind for one in arrays),
             prompt_keys=max(keys_in_blocks(one.prompt_ends) for one in arrays),
             tagged=tagged,

@@ -26,7 +26,7 @@ LIBRARY_TOKENS = 448
 # all keys. 256 tokens of 8B behind 16,000 are predicted to take 29 ms with it; padded they take 20.
 LIBRARY_KEYS = 6144
 # And from so many on a step's own keys, which nothing has to gather, save enough for CUDA graphs of their own.
-_FRESH_TOKENS = 2048
+_PURE_PREFILL_TOKENS = 2048
 # Where it does, sizes for any number of prompts, which are short then: each is at most a half more than the one before.
 _MANY_PROMPTS_TOKENS = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
@@ -36,18 +36,19 @@ def captured_sizes(
     max_tokens: int,
     parameters: int,
     library: bool,
-    fresh: bool = False,
+    pure_prefill: bool = False,
     division: TokenSharding | None = None,
     exchanged: int | None = None,
 ) -> list[BufferShape]:
     """All sizes of steps of a model that get a CUDA graph. library: cuDNN can attend for prompts in them, to gathered
-    keys; fresh: to those of the step itself. division: how ranks divide the tokens of some. exchanged: from how many
-    tokens on rows go to the ranks of their experts alone, of which the host has to know; where launches hide behind the
-    device's work such steps are launched."""
+    keys; pure_prefill: to those of the step itself. division: how ranks divide the tokens of some. exchanged: from how
+    many tokens on rows go to the ranks of their experts alone, of which the host has to know; where launches hide
+    behind the device's work such steps are launched."""
     most = min(max_sequences, max_tokens)  # each sequence of a step has a token
     decode = (BufferShape(count, count, count) for count in decode_buckets(most))
-    mixed = mixed_buckets(most, min(max_tokens, max_mixed_tokens(parameters, library or fresh)), library, fresh)
-    if fresh and not library:
+    largest = min(max_tokens, max_mixed_tokens(parameters, library or pure_prefill))
+    mixed = mixed_buckets(most, largest, library, pure_prefill)
+    if pure_prefill and not library:
         largest = max_mixed_tokens(parameters, library)
         mixed = [size for size in mixed if size.pure_prefill or size.tokens <= largest]
     if exchanged is not None:
@@ -71,11 +72,11 @@ def decode_buckets(most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
-def mixed_buckets(max_sequences: int, max_tokens: int, library: bool, fresh: bool = False) -> list[BufferShape]:
+def mixed_buckets(max_sequences: int, max_tokens: int, library: bool, pure_prefill: bool = False) -> list[BufferShape]:
     """Sizes of steps with prompts that get a CUDA graph, ascending; padding is at most a quarter beyond 256 tokens, or
     a half where cuDNN can attend but there are too many prompts for it, and the largest step has a size of its own.
 
-    One sequence more than a step may have, so that padding tokens always find one to belong to. fresh: see
+    One sequence more than a step may have, so that padding tokens always find one to belong to. pure_prefill: see
     `captured_sizes`; of such sizes a step that fits none runs another, so there are few.
     """
     tokens, largest = _mixed_rows(max_tokens)
@@ -83,7 +84,7 @@ def mixed_buckets(max_sequences: int, max_tokens: int, library: bool, fresh: boo
     for size in tokens:
         divided = library and size >= LIBRARY_TOKENS
         fitting = [count for count in _mixed_sequences(max_sequences) if count + 1 < size]
-        if fresh and size >= _FRESH_TOKENS:
+        if pure_prefill and size >= _PURE_PREFILL_TOKENS:
             count = min(max_sequences, MAX_PROMPTS)
             sizes.append(BufferShape(size, count + 1, count, count, pure_prefill=True))
         for count in _told_apart(size, fitting):
@@ -186,7 +187,7 @@ class StepSizes:
 
     @property
     def padded_tokens(self) -> tuple[int, ...]:
-        """`mixed_tokens`, and from the shortest on that ranks divide, `divided_tokens`."""
+        """`mixed_tokens`, and from the shortest on that ranks divide, `sharded_tokens`."""
         divided = self.sharded_tokens
         return (*(tokens for tokens in self.mixed_tokens if not divided or tokens < divided[0]), *divided)
 
@@ -213,7 +214,7 @@ def smallest_mixed(sizes: Iterable[BufferShape], shape: StepShape, prompt_keys: 
             size.prompts is None
             or (size.prompts >= shape.prompts and (size.pure_prefill or shape.prompt_keys <= prompt_keys))
         )
-        and (not size.pure_prefill or (shape.fresh is not None and size.tokens >= shape.fresh))
+        and (not size.pure_prefill or (shape.pure_prefill_rows is not None and size.tokens >= shape.pure_prefill_rows))
     )
     first = next(fitting, None)
     if first is None or first.tokens >= LIBRARY_TOKENS or shape.behind < LIBRARY_KEYS:

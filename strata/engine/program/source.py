@@ -1,4 +1,4 @@
-"""A model as it was captured, and the passes over it that the variants of a step program share."""
+"""A model as it was traced, and the passes over it that the variants of a step program share."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class StepSource:
 
     body: Batch to hidden [tokens, hidden]; head: hidden to logits, None of a stage before the last. undivided: the body
     before `division` of keys among ranks, None where there is none. asked, target: what it was made for. passes: the
-    names of those that run. operations: how many nodes of each operation it had as it was captured. folded: weights
+    names of those that run. operations: how many nodes of each operation it had as it was traced. folded: weights
     that were computed from others.
     """
 
@@ -116,7 +116,7 @@ class StepSource:
     def of(model: nn.Module, asked: EngineConfig, target: Target) -> StepSource:
         """A rank of one sums as ranks do in deterministic mode."""
         shard, dtype = target.shard, next(model.parameters()).dtype
-        body, head = _captured(model, shard)
+        body, head = _traced(model, shard)
         operations = operation_counts(body)
         if head is not None:
             operations += operation_counts(head)
@@ -228,7 +228,7 @@ def _of_rank(
     return slice_products(graph, shard.placements, shard.size) if deterministic else graph
 
 
-def _captured(model: nn.Module, shard: RankShard | None) -> tuple[fx.GraphModule, fx.GraphModule | None]:
+def _traced(model: nn.Module, shard: RankShard | None) -> tuple[fx.GraphModule, fx.GraphModule | None]:
     """A model and its head; of several stages what one of them has, with its messages."""
     if shard is None or shard.stages == 1:
         return trace(model), trace_head(model)

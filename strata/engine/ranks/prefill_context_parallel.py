@@ -141,7 +141,7 @@ class TokenSharding:
 class RankStep(PlanArrays):
     """A rank's share of a step, whose pieces of sequences stand for chunks; draws are those of the whole step.
 
-    shares: of all ranks. most: tokens of the largest. rows: of each rank, padding included. draw_rows: of each draw the
+    shares: of all ranks. max_tokens: of the largest. rows: of each rank, padding included. draw_rows: of each draw the
     row if it is this rank's, else any. draw_ranks: [draws] int32, whose it is.
     """
 

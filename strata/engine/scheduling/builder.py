@@ -15,8 +15,8 @@ from strata.engine.scheduling.prompt_budget import InLine, PromptBudget, StepTar
 class PlanBuilder:
     """A plan in the making.
 
-    budget: tokens that it may still get, none once a prompt had to be divided. page_size: of KV pages. room: what
-    decodes leave for prompts; None if that is the budget.
+    budget: tokens that it may still get, none once a prompt had to be divided. page_size: of KV pages. prompt_budget:
+    what decodes leave for prompts; None if that is the budget.
     """
 
     budget: int

@@ -86,7 +86,7 @@ def build_executor(
     details: Log,
     show_progress: bool,
 ) -> Executor:
-    """Divide the memory, load the weights, capture the graphs, and on CUDA compile kernels meanwhile and capture steps.
+    """Divide the memory, load the weights, trace the graphs, and on CUDA compile kernels meanwhile and capture steps.
 
     config: of the whole model. mask_ids: how many ids a mask of a grammar tells of. beside: takes what has to end with
     the start. rank: the place among those that each make one; what could differ between them is the least of all.
@@ -168,9 +168,9 @@ def build_executor(
                 rank.min_over_ranks(0)
     captured = None
     with clock.phase("CUDA graphs"):
-        fresh, scales = any(size.pure_prefill for size in sizes.captured), library_scales(model)
-        wanted = sizes.library or fresh
-        has_library = wanted and has_library_plan(own, scales, kept[0], max_length, fresh, log)
+        pure_prefill, scales = any(size.pure_prefill for size in sizes.captured), library_scales(model)
+        wanted = sizes.library or pure_prefill
+        has_library = wanted and has_library_plan(own, scales, kept[0], max_length, pure_prefill, log)
         if not rank.min_over_ranks(int(has_library)) and wanted:
             sizes = replace(sizes, attends=False)
         if sizes.captured:
@@ -225,7 +225,7 @@ def _captured(runner: Runner, sizes: EngineSizes, ledger: Ledger, rank: Rank, ke
     """Several ranks capture all sizes or cannot go on: in one that does not, messages of other lengths would meet."""
     if rank.size == 1:
         return runner.capture(sizes.captured, kernels_are_ready=kernels_are_ready)
-    with memory_explained("recording CUDA graphs", ledger):
+    with memory_explained("capturing CUDA graphs", ledger):
         captured = runner.capture(sizes.captured, all_of_them=True)
     rank.min_over_ranks(0)
     return captured
@@ -256,13 +256,13 @@ def library_scales(model: torch.nn.Module) -> set[float]:
 
 
 def has_library_plan(
-    config: ModelConfig, scales: set[float], pool: KVPool, max_length: int, fresh: bool, log: Log
+    config: ModelConfig, scales: set[float], pool: KVPool, max_length: int, pure_prefill: bool, log: Log
 ) -> bool:
-    """Make the plans that layers share, of which the first takes a second; fresh: also for steps over their own keys.
-    False, once a line has said why, if that fails."""
+    """Make the plans that layers share, of which the first takes a second; pure_prefill: also for steps over their own
+    keys. False, once a line has said why, if that fails."""
     heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
     page_size = pool.shape.page_size
-    rows = [(pure_prefill_rows_of(heads, pool.shape), MAX_TOKENS)] if fresh else []
+    rows = [(pure_prefill_rows_of(heads, pool.shape), MAX_TOKENS)] if pure_prefill else []
     if pool.shape.quantized is None:
         rows.append((gathered_rows_of(heads, pool.shape), table_pages(max_length, page_size) * page_size))
     try:

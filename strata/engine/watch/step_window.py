@@ -28,10 +28,10 @@ class Standings(NamedTuple):
 
 
 class StepWindow:
-    """records: steps are meant to replay CUDA graphs, so that those that do not are a loss."""
+    """captures: steps are meant to replay CUDA graphs, so that those that do not are a loss."""
 
-    def __init__(self, *, records: bool, seconds: int = WINDOW_SECONDS) -> None:
-        self._records, self._window = records, seconds
+    def __init__(self, *, captures: bool, seconds: int = WINDOW_SECONDS) -> None:
+        self._captures, self._window = captures, seconds
         # Of the steps that ended in one second, sums: "seconds" from the end of the step before, without rests; "known"
         # of the steps whose floor is, "timed" of those whose prediction is; also by what held requests back, and by
         # what bounds floors.
@@ -54,7 +54,7 @@ class StepWindow:
             sums["floor"] += floor
             sums["known"] += gap + work
             sums["bound", look.floor.bound] += floor
-            if self._records and timing.late and not timing.captured:
+            if self._captures and timing.late and not timing.captured:
                 sums["launches"] += max(0.0, work - floor)
         if look.predicted is not None:
             sums["predicted"] += look.predicted
@@ -101,12 +101,12 @@ LOOK_EVERY = 0.5
 
 
 class Watch:
-    """requests: their ledgers. ranks: with sequences of their own. records: steps are meant to replay CUDA graphs."""
+    """requests: their ledgers. ranks: with sequences of their own. captures: steps are meant to replay CUDA graphs."""
 
-    def __init__(self, shares: StepShares, *, ranks: int = 1, records: bool = False) -> None:
+    def __init__(self, shares: StepShares, *, ranks: int = 1, captures: bool = False) -> None:
         self._shares = shares
         self.requests = RequestTimes(has_floor=shares.floors is not None, ranks=ranks)
-        self._window = StepWindow(records=records)
+        self._window = StepWindow(captures=captures)
         self._standings, self._looked = Standings(), -math.inf
 
     def step(self, timing: StepTiming) -> None:

@@ -18,9 +18,9 @@ class BatchSplit:
     of each sequence that the kernel over pages would take, of a decode none. bounds: [2] int32, the first sequence that
     is no decode, and where the sequences end, the one included to which padding belongs; there is one between them,
     where kernels begin to look. decodes: how many there are; None in a captured step, of which only the device knows
-    it, but for fresh ones, which have none. virtual: the prompts, for cuDNN; None: the kernel over pages takes them.
-    begin: the host knows that the prompts have no tokens from before the step; False in a captured step unless it is a
-    fresh one.
+    it, but for pure prefill, which has none. query_chunks: the prompts, for cuDNN; None: the kernel over pages takes
+    them. begin: the host knows that the prompts have no tokens from before the step; False in a captured step unless it
+    is pure prefill.
     """
 
     decode_lengths: Tensor

@@ -1,6 +1,6 @@
-"""Attention of a step's prompts by cuDNN, as virtual sequences: to keys gathered from pages, or of fresh steps.
+"""Attention of a step's prompts by cuDNN, as query chunks: to keys gathered from pages, or of pure prefill steps.
 
-Plans of cuDNN's attention for virtual sequences, made with its own front end (nvidia-cudnn-frontend).
+Plans of cuDNN's attention for query chunks, made with its own front end (nvidia-cudnn-frontend).
 
 One plan serves all lengths: what PyTorch offers of cuDNN takes a plan for each shape, which holds up the host.
 """
@@ -77,8 +77,8 @@ QUERY_STARTS, RESULT_STARTS, KEY_STARTS, VALUE_STARTS = range(7, 11)
 
 
 class Plan:
-    """Causal attention of up to VIRTUAL virtual sequences of up to QUERIES queries. Its runs take place one after the
-    other, since they share what it works in, and can be captured in a CUDA graph."""
+    """Causal attention of up to MAX_QUERY_CHUNKS query chunks of up to QUERIES queries. Its runs take place one after
+    the other, since they share what it works in, and can be captured in a CUDA graph."""
 
     def __init__(self, shape: PlanShape, device: torch.device) -> None:
         """Takes 40 ms, and a second for the first of a kind. Raises what cuDNN does if it cannot run this shape."""
@@ -132,7 +132,7 @@ def _graph(shape: PlanShape, handle: Any) -> Any:
         return integers(number, MAX_QUERY_CHUNKS + 1)
 
     def rows(number: int, first: int, heads: int, most: int, row: int) -> Any:
-        """Of each virtual sequence so many rows at most, from where it starts."""
+        """Of each query chunk so many rows at most, from where it starts."""
         return graph.tensor(
             dim=[MAX_QUERY_CHUNKS, heads, most, width],
             stride=[most * row, width, row, 1],
@@ -170,30 +170,30 @@ def _graph(shape: PlanShape, handle: Any) -> Any:
 
 
 def takes(pages: PagedKV, spec: AttentionSpec, sinks: Tensor | None) -> bool:
-    """Whether it attends for a layer's prompts in a step that has virtual sequences: it knows no windows or sinks."""
+    """Whether it attends for a layer's prompts in a step that has query chunks: it knows no windows or sinks."""
     return spec.window is None and sinks is None and pages.tables.is_contiguous()
 
 
-def has_planned_strides(q: Tensor, k: Tensor, v: Tensor, virtual: QueryChunks) -> bool:
+def has_planned_strides(q: Tensor, k: Tensor, v: Tensor, chunks: QueryChunks) -> bool:
     """Whether the vectors of one token lie as far from those of the next as where the starts are computed for."""
-    rows = virtual.rows
+    rows = chunks.rows
     return q.stride(0) == rows.queries and (
         not rows.pure_prefill or (k.stride(0), v.stride(0)) == (rows.keys, rows.values)
     )
 
 
 def attend(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, pages: PagedKV, virtual: QueryChunks, spec: AttentionSpec
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, pages: PagedKV, chunks: QueryChunks, spec: AttentionSpec
 ) -> None:
-    """Into the rows of `out` [tokens, heads, head_dim] that belong to a virtual sequence; the others stay as they are.
+    """Into the rows of `out` [tokens, heads, head_dim] that belong to a query chunk; the others stay as they are.
 
-    q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], which are read in fresh steps alone, where values
-    behind the last token of a sequence, in the rest of a block of keys, have to be finite; they lie as divided.
+    q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], which are read in pure prefill steps alone, where
+    values behind the last token of a sequence, in the rest of a block of keys, have to be finite; they lie as divided.
     """
-    rows = virtual.rows
+    rows = chunks.rows
     longest = MAX_TOKENS if rows.pure_prefill else pages.tables.shape[-1] * pages.page_size
     if not rows.pure_prefill:
-        k, v = gather_prompt_keys(pages, spec.layer, virtual, longest)
+        k, v = gather_prompt_keys(pages, spec.layer, chunks, longest)
     if q.device.type == "meta":  # where only kernels that Triton compiles are of interest
         return
     tensors = {
@@ -201,12 +201,12 @@ def attend(
         KEY: k,
         VALUE: v,
         RESULT: out,
-        QUERY_STARTS: virtual.starts[0],
-        RESULT_STARTS: virtual.starts[1],
-        KEY_STARTS: virtual.starts[2],
-        VALUE_STARTS: virtual.starts[3],
-        QUERY_LENGTHS: virtual.lengths[0],
-        KEY_LENGTHS: virtual.lengths[1],
+        QUERY_STARTS: chunks.starts[0],
+        RESULT_STARTS: chunks.starts[1],
+        KEY_STARTS: chunks.starts[2],
+        VALUE_STARTS: chunks.starts[3],
+        QUERY_LENGTHS: chunks.lengths[0],
+        KEY_LENGTHS: chunks.lengths[1],
     }
     heads, head_dim = q.shape[1:]
     shape = PlanShape(q.dtype, heads, k.shape[1], head_dim, rows.queries, rows.keys, rows.values, longest, spec.scale)

@@ -2,8 +2,8 @@
 
 The sequences that decode split their keys; then the prompts' rows are computed, by cuDNN or in tiles of the kernel over
 pages. In a captured step only the device knows which sequences decode (`BatchSplit`): there each gets the programs of a
-decode, of which those for prompts find no keys, and what they leave in the prompts' rows is overwritten. A fresh step
-has none. cuDNN leaves rows of padding as they are.
+decode, of which those for prompts find no keys, and what they leave in the prompts' rows is overwritten. A pure prefill
+step has none. cuDNN leaves rows of padding as they are.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ def kernels(call: AttentionCall) -> tuple[Any, ...]:
 
 def prompt_kernels(call: AttentionCall) -> tuple[Any, ...]:
     """What attends for the rows that are no decodes."""
-    virtual = _virtual(call)
-    if virtual is None:
+    chunks = _query_chunks(call)
+    if chunks is None:
         return (attention_kernel,)
-    return (CUDNN,) if virtual.rows.pure_prefill else (gather_prompt_keys_kernel, CUDNN)
+    return (CUDNN,) if chunks.rows.pure_prefill else (gather_prompt_keys_kernel, CUDNN)
 
 
 def scratch(call: AttentionCall) -> int:
     """What the splits of decodes wait in, and, once these are joined, the keys and values of prompts."""
     pages = pages_of(call.batch)
     decodes = attention_cuda.decode_scratch(call, may_decode(pages))
-    virtual = _virtual(call)
-    if virtual is None or virtual.rows.pure_prefill:
+    chunks = _query_chunks(call)
+    if chunks is None or chunks.rows.pure_prefill:
         return decodes
     row = call.k.shape[1] * call.k.shape[2]
     keys = gathered_keys(pages.tables.shape[-1] * pages.page_size, row)
@@ -70,7 +70,7 @@ def may_decode(pages: PagedKV) -> int:
     return pages.tables.shape[0] if known is None else known
 
 
-def _virtual(call: AttentionCall) -> QueryChunks | None:
+def _query_chunks(call: AttentionCall) -> QueryChunks | None:
     """The prompts as cuDNN attends for them; None if the kernel over pages does."""
     pages = pages_of(call.batch)
     assert pages.parts is not None
@@ -93,9 +93,9 @@ def attend(call: AttentionCall, decode: Callable[..., None] = _decode) -> Tensor
         rows = slice(0, count)
         decodes = replace(pages, tables=pages.tables[rows], lengths=parts.decode_lengths[rows])
         decode(out=out[rows], q=q[rows], pages=decodes, spec=spec, sinks=sinks)
-    virtual = _virtual(call)
-    if virtual is None or not cudnn_prompts.has_planned_strides(q, k, v, virtual):
+    chunks = _query_chunks(call)
+    if chunks is None or not cudnn_prompts.has_planned_strides(q, k, v, chunks):
         attention_cuda.prefill(out, q, k, v, parts.starts, batch, spec, parts.bounds, sinks)
     else:
-        cudnn_prompts.attend(out, q, k, v, pages, virtual, spec)
+        cudnn_prompts.attend(out, q, k, v, pages, chunks, spec)
     return out

@@ -74,8 +74,8 @@ def gather_prompt_keys_kernel(
         piece += tl.num_programs(0)
 
 
-def gather_prompt_keys(pages: PagedKV, layer: int, virtual: QueryChunks, longest: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of a layer, [`gathered_keys` rows, kv_heads, head_dim], where `virtual` says that they begin; the
+def gather_prompt_keys(pages: PagedKV, layer: int, chunks: QueryChunks, longest: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a layer, [`gathered_keys` rows, kv_heads, head_dim], where `chunks` says that they begin; the
     rows behind the last prompt are not written. longest: tokens that a sequence may have."""
     keys, values = pages.keys[layer], pages.values[layer]
     row = keys.shape[2] * keys.shape[3]
@@ -85,8 +85,8 @@ def gather_prompt_keys(pages: PagedKV, layer: int, virtual: QueryChunks, longest
         values,
         pages.tables,
         pages.lengths,
-        virtual.prompts[0],
-        virtual.prompts[1],
+        chunks.prompts[0],
+        chunks.prompts[1],
         *found,
         pages.tables.shape[1],
         ROW=row,
@@ -100,13 +100,13 @@ def gather_prompt_keys(pages: PagedKV, layer: int, virtual: QueryChunks, longest
     return found[0], found[1]
 
 
-def reference(pages: PagedKV, layer: int, virtual: QueryChunks, longest: int) -> tuple[Tensor, Tensor]:
+def reference(pages: PagedKV, layer: int, chunks: QueryChunks, longest: int) -> tuple[Tensor, Tensor]:
     """The same by torch, all rows of the result written."""
     keys, values = pages.keys[layer], pages.values[layer]
     size, page_size = gathered_keys(longest, keys.shape[2] * keys.shape[3]), pages.page_size
     found = [keys.new_zeros((size, *keys.shape[2:])) for _ in range(2)]
     begin = 0
-    for end, sequence in zip(*virtual.prompts[:, :MAX_PROMPTS].tolist(), strict=True):
+    for end, sequence in zip(*chunks.prompts[:, :MAX_PROMPTS].tolist(), strict=True):
         first, begin = begin * KEY_BLOCK, end
         length = int(pages.lengths[sequence]) if end * KEY_BLOCK > first else 0
         used = pages.tables[sequence, : -(-length // page_size)].long()

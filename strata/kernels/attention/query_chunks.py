@@ -1,4 +1,4 @@
-"""The prompts of a step as virtual sequences: so few queries each that one plan of the library holds any batch of them.
+"""The prompts of a step as query chunks: so few queries each that one plan of the library holds any batch of them.
 
 A plan of cuDNN is made for a number of sequences of so many queries at most. Where they begin, how many there are and
 how many keys they see is read from device memory, so that one CUDA graph serves prompts of any lengths.
@@ -17,9 +17,9 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.op import operation
 from strata.kernels.triton_import import jit, tl
 
-# Queries of a virtual sequence. With twice as many the device is left with fewer programs than it can hold.
+# Queries of a chunk. With twice as many the device is left with fewer programs than it can hold.
 QUERIES = 1024
-# Prompts of a step for which virtual sequences pay: a plan also runs the programs of those that are not there.
+# Prompts of a step for which query chunks pay: a plan also runs the programs of those that are not there.
 MAX_PROMPTS = 16
 MAX_TOKENS = 8192
 # No division of so many tokens among so many prompts has more.
@@ -52,11 +52,11 @@ class Rows(NamedTuple):
 class QueryChunks(NamedTuple):
     """Those of a step, as the library reads them; those past the last have length 0.
 
-    starts: [4, at least VIRTUAL + 1] int32, of each the first element of its queries, of its result, and of its
-    prompt's keys and values. lengths: [2, at least VIRTUAL] int32, its queries, and the keys that the last of them
-    sees; an earlier query sees one less than the one behind it. prompts: [2, at least MAX_PROMPTS] int32, where keys
-    are gathered: of each prompt the blocks of keys up to its end, and its sequence; behind the last as many blocks and
-    0.
+    starts: [4, at least MAX_QUERY_CHUNKS + 1] int32, of each the first element of its queries, of its result, and of
+    its prompt's keys and values. lengths: [2, at least MAX_QUERY_CHUNKS] int32, its queries, and the keys that the last
+    of them sees; an earlier query sees one less than the one behind it. prompts: [2, at least MAX_PROMPTS] int32, where
+    keys are gathered: of each prompt the blocks of keys up to its end, and its sequence; behind the last as many blocks
+    and 0.
     rows: for which the starts are computed.
     """
 
@@ -72,7 +72,7 @@ def as_query_chunks(division: Tensor, rows: Rows) -> QueryChunks:
 
 
 def pure_prefill_rows(new: Sequence[int]) -> int:
-    """Rows that a fresh step of prompts of so many tokens needs: the last is continued to a whole block of keys."""
+    """Rows that a pure prefill of prompts of so many tokens needs, of which the last fills a whole block of keys."""
     return sum(new) + -new[-1] % KEY_BLOCK
 
 
@@ -103,17 +103,17 @@ def _meta(offsets: Tensor, lengths: Tensor, bounds: Tensor, rows: Rows) -> Tenso
 
 @operation(_cost, meta=_meta)
 def query_chunks(offsets: Tensor, lengths: Tensor, bounds: Tensor, rows: Rows) -> Tensor:
-    """Divide the prompts of a step into `QueryChunks`: [8, at least VIRTUAL + 1] int32, starts, lengths, prompts.
+    """Divide the prompts of a step into `QueryChunks`: [8, at least MAX_QUERY_CHUNKS + 1] int32: starts, lengths,
+    prompts.
 
     offsets: [sequences + 1], lengths: [sequences], both int32, as in `Batch` and `PagedKV`; bounds: as in
     `BatchSplit`. The prompts are the sequences from bounds[0] on whose length is not 0, at most MAX_PROMPTS with at
     most MAX_TOKENS together. They come in reverse, so that those that see most keys of a prompt are run first.
 
-    In a fresh step prompts have no tokens from before it, and the last is continued to a whole block of keys, for which
-    there have to be rows (`pure_prefill_rows`). So no block ends behind the last row, and all that is read is of rows
-    that
-    have a result: what padding holds otherwise may not be finite. Causality hides the rows that are added from those
-    before them.
+    In a pure prefill step prompts have no tokens from before it, and the last is continued to a whole block of keys,
+    for which there have to be rows (`pure_prefill_rows`). So no block ends behind the last row, and all that is read is
+    of rows that have a result: what padding holds otherwise may not be finite. Causality hides the rows that are added
+    from those before them.
     """
     result = torch.zeros((_FIELDS, _WIDTH), dtype=torch.int32, device=offsets.device)
     ends, totals = offsets.tolist(), lengths.tolist()
@@ -157,23 +157,23 @@ def query_chunks_kernel(
     WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
-    FRESH: tl.constexpr,
+    PURE_PREFILL: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):
-    """One program. SEQUENCES, WIDTH: powers of two, at least `sequences` and all virtual ones."""
+    """One program. SEQUENCES, WIDTH: powers of two, at least `sequences` and all query chunks."""
     sequence = tl.arange(0, SEQUENCES)
     held = (sequence >= tl.load(bounds)) & (sequence < sequences)
     total = tl.load(lengths + sequence, mask=held, other=0)
     held &= total > 0
     row = tl.load(offsets + sequence, mask=held, other=0)
     new = tl.load(offsets + sequence + 1, mask=held, other=0) - row
-    if FRESH:
+    if PURE_PREFILL:
         is_last = sequence == tl.max(tl.where(held, sequence, -1), 0)
         new = tl.where(is_last, (new + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK, new)
         total = new
     blocks = (total + KEY_BLOCK - 1) // KEY_BLOCK
     block_ends = tl.cumsum(blocks, 0)
-    first_key = row if FRESH else (block_ends - blocks) * KEY_BLOCK
+    first_key = row if PURE_PREFILL else (block_ends - blocks) * KEY_BLOCK
     parts = (new + QUERIES - 1) // QUERIES
     ends = tl.cumsum(parts, 0)
     count = tl.sum(parts, 0)
@@ -219,7 +219,7 @@ def launched(offsets: Tensor, lengths: Tensor, bounds: Tensor, rows: Rows) -> Te
         WIDTH=_WIDTH,
         QUERIES=QUERIES,
         KEY_BLOCK=KEY_BLOCK,
-        FRESH=rows.pure_prefill,
+        PURE_PREFILL=rows.pure_prefill,
         SEQUENCES=_at_least(sequences),
     )
     return result

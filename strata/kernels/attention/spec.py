@@ -119,7 +119,7 @@ class SparseCall(NamedTuple, Generic[Choice]):
 
 
 class Sequences(NamedTuple):
-    """A `AttentionBatch` that is nothing more: a part of one."""
+    """An `AttentionBatch` that is nothing more: a part of one."""
 
     offsets: Tensor
     longest: int

@@ -107,7 +107,7 @@ def _launches(asked: RuleInput) -> Iterator[Finding]:
         symptom = "low utilization: the device waits inside steps for launches by the host"
         evidence = f"{eager:,} of {counted(len(run.steps), 'step')} replayed no CUDA graph"
         gain = asked.explained.share(LAUNCHES)
-        remedy = Remedy("steps of recorded sizes", gain, "--max-num-batched-tokens, --max-num-seqs")
+        remedy = Remedy("steps of captured sizes", gain, "--max-num-batched-tokens, --max-num-seqs")
         yield Finding("graph", symptom, "launch", (evidence,), (remedy,))
 
 

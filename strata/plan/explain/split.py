@@ -21,7 +21,7 @@ _MIN_SHARE = 0.01
 TAKEN = "processors taken by other work"
 LAUNCHES = "launches and host work inside steps"
 PROMPTS = "prompts of other requests in the same steps"
-_PADDING, _AGAIN, _COMPILED = "padding of recorded steps", "tokens computed again after preemption", "compilation"
+_PADDING, _AGAIN, _COMPILED = "padding of captured steps", "tokens computed again after preemption", "compilation"
 _BESIDE: Mapping[str, tuple[Layer, Cause]] = {
     _PADDING: ("graph", "padding"),
     LAUNCHES: ("graph", "launch"),

@@ -113,17 +113,17 @@ class PredictedPrices:
         return self._points[sequences, step]
 
     def _priced(
-        self, decodes: int, keys: int, prompts: int, tokens: int, pairs: float, is_fresh: bool
+        self, decodes: int, keys: int, prompts: int, tokens: int, pairs: float, is_pure_prefill: bool
     ) -> tuple[float, Hashable | None]:
         rounded = -(-(decodes + tokens) // _TOKENS) * _TOKENS - decodes
         step = _place(keys / decodes) if decodes else 0
         work = round(math.log2(pairs) * _PAIR_PARTS)
-        key = (decodes, step, prompts, rounded, work, is_fresh)
+        key = (decodes, step, prompts, rounded, work, is_pure_prefill)
         found = self._mixed.get(key)
         if found is None:
             each, more = divmod(max(rounded, 2 * prompts), prompts)
             counts = (each + 1,) * more + (each,) * (prompts - more)
-            before = 0 if is_fresh else max(1, round(2 ** (work / _PAIR_PARTS) / rounded - (each + 1) / 2))
+            before = 0 if is_pure_prefill else max(1, round(2 ** (work / _PAIR_PARTS) / rounded - (each + 1) / 2))
             workload = Workload(
                 (1,) * decodes + counts, (_length(step),) * decodes + tuple(count + before for count in counts)
             )

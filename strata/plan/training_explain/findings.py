@@ -114,7 +114,7 @@ def _launches(asked: TrainingRuleInput) -> Iterator[Finding]:
         symptom = "host-bound: launching takes longer than the kernels"
         waited = share(run.steady.phases.get("log", 0.0), run.steady.seconds)
         evidence.append(f"the host waits for the device for {waited} of the time")
-        remedy = Remedy("packs whose sequences all have one length, which are recorded and replayed", lost)
+        remedy = Remedy("packs whose sequences all have one length, which are captured and replayed", lost)
     else:
         return
     yield Finding("graph", symptom, "launch", tuple(evidence), (remedy,))

@@ -10,7 +10,7 @@ from strata.plan.training_explain.recorded_run import RecordedRun
 from strata.plan.training_explain.run_floor import RunFloor
 from strata.train.predict.layer_costs import PassCost
 
-WARM_UP = "first steps: compiling, recording, warming up"
+WARM_UP = "first steps: compiling, capturing, warming up"
 DATA = "waiting for data"
 CHECKPOINTS = "checkpoints"
 BETWEEN = "the host between steps"
@@ -39,7 +39,7 @@ _OVER: Mapping[str, tuple[str, Layer, Cause]] = {
     "update": (UPDATE, "kernel", "memory"),
 }
 
-# A step that was recorded as CUDA graphs, among the host's phases.
+# A step that was captured as CUDA graphs, among the host's phases.
 REPLAYED = "replayed passes"
 # A host that waits for the device for less of the time is behind it, if steps take so much longer than is likely.
 _NEVER_WAITS, _LONGER = 0.02, 1.15

@@ -1,4 +1,4 @@
-"""The work of a model's layers, forward and backward, from the graph that is captured of it: the costs that inference
+"""The work of a model's layers, forward and backward, from the graph that is traced of it: the costs that inference
 takes, too."""
 
 from __future__ import annotations

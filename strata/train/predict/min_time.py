@@ -1,4 +1,4 @@
-"""The time of a training step under any layout, the least or the likely one: the work of the captured graph, at the
+"""The time of a training step under any layout, the least or the likely one: the work of the traced graph, at the
 rates of a device, the update, and the messages nothing hides."""
 
 from __future__ import annotations

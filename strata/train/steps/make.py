@@ -96,7 +96,7 @@ def make_step(
     before_update: Callable[[], None] = lambda: None,
     max_length: int | None = None,
     dtype: torch.dtype = torch.float32,
-    records: bool = True,
+    captures: bool = True,
 ) -> ParallelStep:
     """This rank's step of a run. A collective call.
 
@@ -109,7 +109,7 @@ def make_step(
     A layout that divides documents only, with ZeRO of at most 2, runs the merged and fused graph: `precision` may then
     be any of `PRECISIONS` and `recompute` any of `RECOMPUTE`. All others, and models with adapters, run the modules, in
     bf16, with recompute one of `RECOMPUTE_OF_MODULES`. balance: of experts; None does not even count how busy they are.
-    max_length: of a sequence, see `build`. phases, before_update, records: see `ParallelStep`.
+    max_length: of a sequence, see `build`. phases, before_update, captures: see `ParallelStep`.
 
     Raises ValueError for what does not go together.
     """
@@ -161,7 +161,7 @@ def make_step(
         dtype=dtype,
         phases=phases,
         before_update=before_update,
-        records=records,
+        captures=captures,
     )
 
 

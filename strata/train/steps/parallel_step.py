@@ -55,12 +55,12 @@ class ParallelStep:
         dtype: torch.dtype,
         phases: Phases,
         before_update: Callable[[], None],
-        records: bool,
+        captures: bool,
     ) -> None:
         """objective: what the steps minimize. state_shards: of masters and optimizer state. clip: the largest norm of
         the gradient of an update. dtype: of the loss. before_update: is called right before masters and state change.
-        records: whether steps that recur in shape are captured, where they can be. phases: is called at the phases of a
-        step.
+        captures: whether steps that recur in shape are captured, where they can be. phases: is called at the phases of
+        a step.
         """
         self._passes, self._gradients, self._balancing = passes, parallel.gradients, balancing
         self._objective, self._quantized = objective, parallel.quantized
@@ -72,7 +72,7 @@ class ParallelStep:
         self._documents = mesh.flattened("dp", "shard")
         self._tokens = mesh.flattened("dp", "shard", "cp")
         self._world_axis = all_ranks(mesh)
-        self._records = records and self._device.type == "cuda" and isinstance(passes, GraphPasses)
+        self._captures = captures and self._device.type == "cuda" and isinstance(passes, GraphPasses)
         self._before: Shape | None = None
         self._in_a_row, self._wanted = 0, 2  # steps of the shape of the one before; those that it takes to capture
         self._captured: CapturedStep | None = None
@@ -81,7 +81,7 @@ class ParallelStep:
     def __call__(self, batches: Sequence[PackedBatch], rate: float) -> StepResult:
         """One step. batches: this rank's packs, as many on every rank, alike along "cp", "tp" and "pp"."""
         self._optimizer.begin(rate)
-        shape = shape_of_all(fixed_shape(batches), self._world_axis) if self._records else None
+        shape = shape_of_all(fixed_shape(batches), self._world_axis) if self._captures else None
         before, self._before = self._before, shape
         self._in_a_row = self._in_a_row + 1 if self._before == before else 1
         captured = self._capture() if self._before is not None and self._in_a_row >= self._wanted else None

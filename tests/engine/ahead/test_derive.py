@@ -79,7 +79,7 @@ def test_kernels_of_ranks_are_derived_with_their_messages(elsewhere: Callable[..
         "one_shot_norm_kernel",
         "one_shot_received_norm_kernel",
         "two_shot_kernel",
-        "ll_norm_kernel",
+        "flag_norm_kernel",
         "rms_norm_kernel",
     } <= found
 

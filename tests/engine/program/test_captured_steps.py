@@ -175,19 +175,19 @@ def test_the_same_ids_where_few_prompts_are_divided(folder: Path, monkeypatch: p
 
 
 @pytest.fixture
-def fresh_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes for fresh steps of up to two prompts, whose last is continued to a whole block of 16 keys."""
-    for name, value in (("LIBRARY_TOKENS", 32), ("_FRESH_TOKENS", 32), ("MAX_PROMPTS", 2)):
+def pure_prefill_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes for pure prefill steps of up to two prompts, whose last is continued to a whole block of 16 keys."""
+    for name, value in (("LIBRARY_TOKENS", 32), ("_PURE_PREFILL_TOKENS", 32), ("MAX_PROMPTS", 2)):
         monkeypatch.setattr(sizes_of_steps, name, value)
     monkeypatch.setattr(query_chunks, "KEY_BLOCK", 16)
-    sizes = captured_sizes(MOST, LONGEST, 10**6, library=True, fresh=True)
+    sizes = captured_sizes(MOST, LONGEST, 10**6, library=True, pure_prefill=True)
     assert [size for size in sizes if size.pure_prefill] == [
         BufferShape(tokens, 3, 2, 2, pure_prefill=True) for tokens in (32, 64, LONGEST)
     ]
     monkeypatch.setattr("tests.engine.program.test_captured_steps.SIZES", sizes)
 
 
-@pytest.mark.usefixtures("fresh_sizes")
+@pytest.mark.usefixtures("pure_prefill_sizes")
 def test_the_same_ids_where_prompts_are_fresh(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request alone, and then all, which share steps with decodes."""
     graphs = Replayed()
@@ -201,8 +201,8 @@ def test_the_same_ids_where_prompts_are_fresh(folder: Path, monkeypatch: pytest.
     assert {(size.prompts, size.pure_prefill) for size in mixed} == {(2, True), (2, False), (None, False)}
 
 
-@pytest.mark.usefixtures("fresh_sizes")
-def test_fresh_steps_take_a_size_of_their_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("pure_prefill_sizes")
+def test_pure_prefill_steps_take_a_size_of_their_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are divided by their rows, and read nothing of pages."""
     graphs = Replayed()
     llm, _ = recording(folder, monkeypatch, graphs)
@@ -243,8 +243,8 @@ def test_fresh_steps_take_a_size_of_their_own(folder: Path, monkeypatch: pytest.
         assert not any(one.pure_prefill for one in ran[1:])  # the rest of a prompt has keys in pages
 
 
-@pytest.mark.usefixtures("fresh_sizes")
-def test_a_fresh_size_that_memory_does_not_suffice_for_is_not_needed(
+@pytest.mark.usefixtures("pure_prefill_sizes")
+def test_a_pure_prefill_size_that_memory_does_not_suffice_for_is_not_needed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replayed = Replayed(lambda key: torch.OutOfMemoryError("CUDA out of memory.") if key[0].pure_prefill else None)

@@ -112,7 +112,7 @@ def smallest(sizes: tuple[BufferShape, ...], step: Workload) -> BufferShape | No
     if not prompts:
         decodes = [size for size in sizes if size.tokens == size.sequences >= count]
         return min(decodes, key=lambda size: size.tokens, default=None)
-    is_fresh = step.new == step.total
+    is_pure_prefill = step.new == step.total
     holding = [
         size
         for size in sizes
@@ -122,7 +122,7 @@ def smallest(sizes: tuple[BufferShape, ...], step: Workload) -> BufferShape | No
         and size.sequences > count
         and size.draws >= count
         and (size.prompts is None or size.prompts >= prompts)
-        and (not size.pure_prefill or (is_fresh and size.tokens >= pure_prefill_rows(step.new)))
+        and (not size.pure_prefill or (is_pure_prefill and size.tokens >= pure_prefill_rows(step.new)))
     ]
     holding.sort(key=lambda size: (size.tokens, size.sequences, size.prompts is None, not size.pure_prefill))
     behind = max(total - new for new, total in zip(step.new, step.total, strict=True) if new > 1)
@@ -220,7 +220,7 @@ def test_engines_of_few_sequences_have_as_many_lengths_of_steps(most: int) -> No
 
 def test_short_steps_behind_many_keys_are_padded_to_the_shortest_for_the_library() -> None:
     def size(tokens: int, behind: int, sequences: int = 5, prompts: int = 1, library: bool = True) -> BufferShape:
-        sizes = mixed_buckets(256, 8192, library, fresh=library)
+        sizes = mixed_buckets(256, 8192, library, pure_prefill=library)
         found = smallest_mixed(sizes, StepShape(tokens, sequences, sequences, prompts, behind=behind))
         assert found is not None
         assert found.tokens >= tokens
@@ -238,8 +238,8 @@ def test_short_steps_behind_many_keys_are_padded_to_the_shortest_for_the_library
         assert size(tokens, 1 << 20) == size(tokens, 0)
 
 
-def test_fresh_steps_have_few_sizes_beside_those_of_others() -> None:
-    others, sizes = (mixed_buckets(256, 8192, True, fresh) for fresh in (False, True))
+def test_pure_prefill_steps_have_few_sizes_beside_those_of_others() -> None:
+    others, sizes = (mixed_buckets(256, 8192, True, own) for own in (False, True))
     assert [size for size in sizes if not size.pure_prefill] == others
     own = [size for size in sizes if size.pure_prefill]
     assert len(own) == 9
@@ -248,15 +248,19 @@ def test_fresh_steps_have_few_sizes_beside_those_of_others() -> None:
     for new in ((8192,), (2048,) * 4, (512,) * 16, (1, 3900), (300, 5000), (2000,)):
         shape = StepShape(sum(new), len(new), len(new), len(new))
         wanted = smallest_mixed(others, shape)
-        found = smallest_mixed(sizes, shape._replace(fresh=pure_prefill_rows(new)))
+        found = smallest_mixed(sizes, shape._replace(pure_prefill_rows=pure_prefill_rows(new)))
         assert found is not None
         assert wanted is not None
         assert found.pure_prefill
         assert found.tokens == wanted.tokens
         assert smallest_mixed(sizes, shape) == wanted
-    assert not smallest_mixed(sizes, StepShape(8192, 2, 2, 2, fresh=pure_prefill_rows((8191, 1)))).pure_prefill
-    assert not smallest_mixed(sizes, StepShape(4000, 17, 17, 17, fresh=pure_prefill_rows((234,) * 17))).pure_prefill
-    assert not any(size.pure_prefill for size in captured_sizes(256, 8192, 10**9, library=False, fresh=False))
+    assert not smallest_mixed(
+        sizes, StepShape(8192, 2, 2, 2, pure_prefill_rows=pure_prefill_rows((8191, 1)))
+    ).pure_prefill
+    assert not smallest_mixed(
+        sizes, StepShape(4000, 17, 17, 17, pure_prefill_rows=pure_prefill_rows((234,) * 17))
+    ).pure_prefill
+    assert not any(size.pure_prefill for size in captured_sizes(256, 8192, 10**9, library=False, pure_prefill=False))
 
 
 def test_steps_are_recorded_while_they_are_short_for_their_model_or_the_library_attends() -> None:

@@ -168,7 +168,7 @@ def test_recorded_steps_of_few_long_prompts_attend_by_the_library(
 
 
 @pytest.mark.parametrize(
-    ("new", "cached", "fresh"),
+    ("new", "cached", "pure_prefill"),
     [
         ((8192,), 0, True),
         ((2000,), 0, True),
@@ -179,7 +179,7 @@ def test_recorded_steps_of_few_long_prompts_attend_by_the_library(
     ],
 )
 def test_fresh_prompts_attend_over_their_own_keys(
-    new: tuple[int, ...], cached: int, fresh: bool, model_with_library: MetaModel
+    new: tuple[int, ...], cached: int, pure_prefill: bool, model_with_library: MetaModel
 ) -> None:
     """Nothing is launched for decodes, nor for what pages hold behind prompts."""
     step = model_with_library.step(Workload(new, tuple(count + cached for count in new)))
@@ -187,7 +187,7 @@ def test_fresh_prompts_attend_over_their_own_keys(
     assert [kernel for node in step.inputs for kernel in node.kernels] == inputs
     found = [list(node.kernels) for node in step.model if node.operation == "attention"]
     others = ["decode_attention_kernel", "gather_prompt_keys_kernel"]
-    assert found == [others * (not fresh) + ["(cuDNN)"]] * LAYERS
+    assert found == [others * (not pure_prefill) + ["(cuDNN)"]] * LAYERS
 
 
 def test_float16_prompts_attend_to_gathered_keys() -> None:

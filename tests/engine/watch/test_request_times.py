@@ -411,7 +411,7 @@ def test_what_is_found() -> None:
 
 
 def test_the_window_tells_of_the_last_seconds_alone() -> None:
-    window = StepWindow(records=True, seconds=10)
+    window = StepWindow(captures=True, seconds=10)
 
     def step(ended: float, gap: float, *, captured: bool = True, late: bool = False) -> None:
         timing = StepTiming(plan([5], []), (Waiting(),), 0.0, 0.0, ended, captured=captured, late=late)
@@ -441,7 +441,7 @@ def test_the_window_tells_of_the_last_seconds_alone() -> None:
 
 
 def test_kernels_compiled_meanwhile_are_told() -> None:
-    window = StepWindow(records=False)
+    window = StepWindow(captures=False)
     window.standings(0.0, 3)
     for ended in (1.0, 2.0):
         timing = StepTiming(plan([5], []), (Waiting(),), 0.0, 0.0, ended)

@@ -1,4 +1,4 @@
-"""Captured steps with prompts against others: bits in deterministic mode, else bounds; fresh ones over own keys."""
+"""Captured steps with prompts against others: bits in deterministic mode, else bounds; pure prefill over own keys."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return make("0.6B", tmp_path_factory, max_model_len=16384, num_pages=4000)
 
 
-def test_fresh_steps_answer_as_others(llm: LLM) -> None:
+def test_pure_prefill_steps_answer_as_others(llm: LLM) -> None:
     """Over their own keys as over pages."""
     draw, vocabulary = random.Random(0), llm.engine.config.vocab_size
     plans, errors = plan_for.cache_info().misses, []
@@ -139,7 +139,9 @@ def test_fresh_steps_answer_as_others(llm: LLM) -> None:
     for lengths in BATCHES:
         prompts = [[draw.randrange(vocabulary) for _ in range(length)] for length in lengths]
         found, taken = run(llm, prompts, params, lambda own, sizes, shape: own(sizes, shape))
-        wanted, others = run(llm, prompts, params, lambda own, sizes, shape: own(sizes, shape._replace(fresh=None)))
+        wanted, others = run(
+            llm, prompts, params, lambda own, sizes, shape: own(sizes, shape._replace(pure_prefill_rows=None))
+        )
         size, other = taken[0][1], others[0][1]
         assert size is not None
         assert other is not None
@@ -150,8 +152,8 @@ def test_fresh_steps_answer_as_others(llm: LLM) -> None:
     assert plan_for.cache_info().misses == plans  # none is made once the engine is ready
 
 
-def test_only_fresh_steps_take_their_sizes(llm: LLM) -> None:
-    """A prompt longer than a step is fresh in its first, and has keys in pages in the next."""
+def test_only_pure_prefill_steps_take_their_sizes(llm: LLM) -> None:
+    """A prompt longer than a step is pure prefill in its first step, and has keys in pages in the next."""
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=0)
     _, taken = run(llm, [[7] * 12_000], params, lambda own, sizes, shape: own(sizes, shape))
     assert [size.pure_prefill for _, size in taken if size is not None and size.tokens > size.sequences] == [

@@ -32,7 +32,7 @@ from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.state.paged import PagedKV
 from tests.gpu.kernels.test_attention_mixed_gpu import PAGE, STEPS, arguments, as_captured, assert_close, exact, padded
 from tests.gpu.tensors import captured
-from tests.kernels.attention.test_query_chunks import Step, random_fresh, random_step, tensors
+from tests.kernels.attention.test_query_chunks import Step, random_pure_prefill, random_step, tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned", "_library")]
 
@@ -49,13 +49,13 @@ def _library() -> None:
 
 
 def divided(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same arguments with virtual sequences, as the inputs of a captured step make them."""
+    """The same arguments with query chunks, as the inputs of a captured step make them."""
     q, k, v, batch, spec = given
     pages, parts = batch.pages, batch.pages.parts
     row = pages.keys[0].stride(1)
     rows = Rows(q.stride(0), q.shape[1] * q.shape[2], row, row)
     division = query_chunks(batch.offsets, pages.lengths, parts.bounds, rows)
-    parts = replace(parts, virtual=as_query_chunks(division, rows))
+    parts = replace(parts, query_chunks=as_query_chunks(division, rows))
     return q, k, v, batch._replace(pages=replace(pages, parts=parts)), spec
 
 
@@ -141,10 +141,10 @@ def test_one_recording_serves_any_batches() -> None:
         values[order[POOL // 2 :].cuda()] = torch.nan
 
 
-class FreshStep:
+class PurePrefillStep:
     """What a CUDA graph of so many rows holds of steps whose prompts have all their keys in it.
 
-    What is behind the rows of a step's virtual sequences, in all pages, and behind the last row is not finite. apart:
+    What is behind the rows of a step's query chunks, in all pages, and behind the last row is not finite. apart:
     keys and values have tensors of their own, as what pools in 8 bits hold of them.
     """
 
@@ -184,8 +184,8 @@ class FreshStep:
     def arguments(self) -> tuple[Any, ...]:
         """Those of `attention`, divided as the inputs of a captured step are."""
         division = query_chunks(self.offsets, self.lengths, self._bounds, self.rows)
-        virtual = as_query_chunks(division, self.rows)
-        parts = BatchSplit(torch.zeros_like(self.lengths), self.offsets[:-1], self._bounds, 0, virtual)
+        chunks = as_query_chunks(division, self.rows)
+        parts = BatchSplit(torch.zeros_like(self.lengths), self.offsets[:-1], self._bounds, 0, chunks)
         batch = Sequences(self.offsets, self.size, replace(self._pages, parts=parts))
         return self.q, self.k, self.v, batch, self.spec
 
@@ -214,7 +214,7 @@ def test_fresh_prompts(new: tuple[int, ...], shape: tuple[int, int, int]) -> Non
         (pure_prefill_rows(new) + 300, False),
         (pure_prefill_rows(new), True),
     ):
-        step = FreshStep(size, shape, apart=apart)
+        step = PurePrefillStep(size, shape, apart=apart)
         step.place(new)
         given = step.arguments()
         assert attention_mixed.supports(AttentionCall(*given))
@@ -237,31 +237,31 @@ def test_vectors_that_lie_otherwise_are_read_from_pages() -> None:
     rows = Rows(q.stride(0), 16 * 128, k.stride(0), v.stride(0), pure_prefill=True)
     pages = batch.pages
     division = query_chunks(batch.offsets, pages.lengths, pages.parts.bounds, rows)
-    parts = replace(pages.parts, virtual=as_query_chunks(division, rows))
+    parts = replace(pages.parts, query_chunks=as_query_chunks(division, rows))
     given = (q, k, v.contiguous(), batch._replace(pages=replace(pages, parts=parts)), spec)
     assert_close(attention_mixed.attend(AttentionCall(*given)), exact(eager))
 
 
 def test_one_recording_serves_any_fresh_prompts() -> None:
-    step = FreshStep(MAX_TOKENS, (16, 8, 128))
+    step = PurePrefillStep(MAX_TOKENS, (16, 8, 128))
     graph, found = captured(lambda: attention_mixed.attend(AttentionCall(*step.arguments())))
     draw = random.Random(torch.initial_seed())
     for number in range(20):
-        new = random_fresh(draw, MAX_PROMPTS, MAX_TOKENS) if number else (MAX_TOKENS,)
+        new = random_pure_prefill(draw, MAX_PROMPTS, MAX_TOKENS) if number else (MAX_TOKENS,)
         step.place(new)
         found.fill_(torch.nan)
         graph.replay()
         step.assert_right(found, new)
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-def test_the_division_is_the_reference_s(fresh: bool) -> None:
+@pytest.mark.parametrize("pure_prefill", [False, True])
+def test_the_division_is_the_reference_s(pure_prefill: bool) -> None:
     draw = random.Random(torch.initial_seed())
     for _ in range(30):
         step = random_step(draw, MAX_PROMPTS, MAX_TOKENS)
-        rows = Rows(3072, 2048, 1024, 4096, pure_prefill=fresh)
-        if fresh:
-            new = random_fresh(draw, MAX_PROMPTS, MAX_TOKENS)
+        rows = Rows(3072, 2048, 1024, 4096, pure_prefill=pure_prefill)
+        if pure_prefill:
+            new = random_pure_prefill(draw, MAX_PROMPTS, MAX_TOKENS)
             step = Step((0,) * len(new), new, 0)
         given = tensors(step, len(step.new) + 1, MAX_TOKENS, MAX_PAGES, PAGE)
         of_step = [given[name] for name in ("offsets", "lengths", "bounds")]
@@ -287,10 +287,10 @@ def test_gathered_keys_are_the_reference_s(page_size: int, shape: tuple[int, int
         there = {name: tensor.cuda() for name, tensor in given.items()}
         pages = PagedKV((keys,), (values,), there["tables"], there["lengths"], there["lengths"])
         division = query_chunks(there["offsets"], there["lengths"], there["bounds"], rows)
-        virtual = as_query_chunks(division, rows)
-        wanted = reference(pages, 0, virtual, longest)
-        last = int(virtual.prompts[0].max()) * KEY_BLOCK
-        for one, other in zip(gather_prompt_keys(pages, 0, virtual, longest), wanted, strict=True):
+        chunks = as_query_chunks(division, rows)
+        wanted = reference(pages, 0, chunks, longest)
+        last = int(chunks.prompts[0].max()) * KEY_BLOCK
+        for one, other in zip(gather_prompt_keys(pages, 0, chunks, longest), wanted, strict=True):
             assert one.shape == other.shape
             assert torch.equal(one[:last], other[:last])
 

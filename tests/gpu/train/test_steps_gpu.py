@@ -53,7 +53,7 @@ OTHER = 4  # of another shape on one rank; after four more of one shape, the las
 RATE = 1e-3
 
 
-def captured(world: World, precision: str, recompute: str, *, records: bool, tied: bool, packs: int) -> dict[str, Any]:
+def captured(world: World, precision: str, recompute: str, *, captures: bool, tied: bool, packs: int) -> dict[str, Any]:
     """Losses and norms of steps of one shape on all ranks, with one of another shape on one rank in between."""
     config = config_from_dict(WIDE | {"tie_word_embeddings": tied})
     layout = Layout() if world.size == 1 else Layout(shard=world.size, zero=2)
@@ -65,7 +65,7 @@ def captured(world: World, precision: str, recompute: str, *, records: bool, tie
         fresh(0),
         precision=precision,
         recompute=recompute,
-        records=records,
+        captures=captures,
     )
     found = []
     for index in range(STEPS):
@@ -92,7 +92,7 @@ def layouts_and_recordings(world: World) -> dict[str, Any]:
         ("fp8-tensor", "operations", False, 2),
     ):
         pairs.append(
-            [captured(world, precision, recompute, records=one, tied=tied, packs=packs) for one in (True, False)]
+            [captured(world, precision, recompute, captures=one, tied=tied, packs=packs) for one in (True, False)]
         )
     return {"worst": worst, "pairs": pairs}
 

@@ -132,16 +132,16 @@ def test_pools_in_8_bits(kind: torch.dtype, window: int | None) -> None:
 def test_gathered_prompts(seed: int) -> None:
     step_of, page_size = random_step(random.Random(seed), 5, 3000), (16, 64, 256)[seed % 3]
     pages, given = pages_of(step_of, page_size)
-    virtual = []
+    chunks = []
     for rows in (ROWS, ROWS._replace(pure_prefill=True)):
         of_step = given["offsets"], given["lengths"], given["bounds"], rows
         wanted = query_chunks.reference(*of_step)
         if not rows.pure_prefill or not any(step_of.cached):
             assert torch.equal(launched(*of_step), wanted)
-        virtual.append(as_query_chunks(wanted, rows))
-    found = gather_prompt_keys(pages, 0, virtual[0], LONGEST)
-    last = int(virtual[0].prompts[0].max()) * KEY_BLOCK
-    for one, expected in zip(found, reference(pages, 0, virtual[0], LONGEST), strict=True):
+        chunks.append(as_query_chunks(wanted, rows))
+    found = gather_prompt_keys(pages, 0, chunks[0], LONGEST)
+    last = int(chunks[0].prompts[0].max()) * KEY_BLOCK
+    for one, expected in zip(found, reference(pages, 0, chunks[0], LONGEST), strict=True):
         assert one[:last].equal(expected[:last])
 
 

@@ -1,4 +1,4 @@
-"""Keys of prompts that are gathered lie where virtual sequences begin, with zeros behind each prompt."""
+"""Keys of prompts that are gathered lie where query chunks begin, with zeros behind each prompt."""
 
 from __future__ import annotations
 

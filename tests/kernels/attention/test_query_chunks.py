@@ -50,7 +50,7 @@ def random_step(draw: random.Random, max_prompts: int, token_limit: int) -> Step
     return Step(tuple(cached), tuple(new), decodes)
 
 
-def random_fresh(draw: random.Random, max_prompts: int, token_limit: int) -> tuple[int, ...]:
+def random_pure_prefill(draw: random.Random, max_prompts: int, token_limit: int) -> tuple[int, ...]:
     """New tokens of prompts that have no others; the last leaves room for a whole block."""
     new: list[int] = []
     left = token_limit - 127
@@ -83,7 +83,7 @@ def tensors(step: Step, sequences: int, tokens: int, page_limit: int, page_size:
 
 
 ROWS = Rows(40 * 128, 32 * 128, 8 * 128, 9 * 128)
-FRESH = Rows(40 * 128, 32 * 128, 40 * 128, 48 * 128, pure_prefill=True)
+PURE_PREFILL = Rows(40 * 128, 32 * 128, 40 * 128, 48 * 128, pure_prefill=True)
 MAX_PAGES = 1024
 STEPS = [
     Step((), (), 0),
@@ -104,7 +104,7 @@ def divided(given: dict[str, Tensor], rows: Rows) -> QueryChunks:
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: f"{len(step.new)} of {sum(step.new)}")
 def test_each_query_once_with_its_keys(step: Step) -> None:
     given = tensors(step, len(step.new) + 3, MAX_TOKENS, MAX_PAGES, 16)
-    virtual = divided(given, ROWS)
+    chunks = divided(given, ROWS)
     wanted, row, block = set(), 0, 0
     block_ends, sequences = [], []
     for sequence, (cached, new) in enumerate(zip(step.cached, step.new, strict=True)):
@@ -115,12 +115,12 @@ def test_each_query_once_with_its_keys(step: Step) -> None:
             sequences.append(sequence)
         row += new
     assert block * KEY_BLOCK == keys_in_blocks(step.totals[step.decodes :])
-    ends, gathered = virtual.prompts.tolist()
+    ends, gathered = chunks.prompts.tolist()
     assert (ends[: len(block_ends)], gathered[: len(sequences)]) == (block_ends, sequences)
     assert {*ends[len(block_ends) :]} == {block}
     assert not any(gathered[len(sequences) :])
     found = []
-    (query_starts, result_starts, key_starts, value_starts), (queries, keys) = (part.tolist() for part in virtual[:2])
+    (query_starts, result_starts, key_starts, value_starts), (queries, keys) = (part.tolist() for part in chunks[:2])
     for at, count in enumerate(queries):
         assert 0 <= count <= QUERIES
         if not count:
@@ -142,52 +142,50 @@ def test_the_longest_part_of_a_prompt_comes_first() -> None:
     assert keys[:7].tolist() == [2500, 2048, 1024, 3000, 2048, 1024, 0]
 
 
-FRESH_STEPS = [
+PURE_PREFILL_STEPS = [
     (MAX_TOKENS,),
     (MAX_TOKENS // MAX_PROMPTS,) * MAX_PROMPTS,
     (1,),
     (1, 1, 2047),
     (2047, 1),
     (1025, 1, QUERIES, 2 * QUERIES - 1),
-    *(random_fresh(random.Random(seed), MAX_PROMPTS, MAX_TOKENS) for seed in range(60)),
+    *(random_pure_prefill(random.Random(seed), MAX_PROMPTS, MAX_TOKENS) for seed in range(60)),
 ]
 
 
-@pytest.mark.parametrize("new", FRESH_STEPS, ids=lambda new: f"{len(new)} of {sum(new)}")
+@pytest.mark.parametrize("new", PURE_PREFILL_STEPS, ids=lambda new: f"{len(new)} of {sum(new)}")
 def test_fresh_prompts_see_their_own_rows(new: tuple[int, ...]) -> None:
     """Each query once with the keys up to its own; beside them as many as make the last prompt's blocks whole, and no
     block reads a row that has no result."""
     size = pure_prefill_rows(new)
     given = tensors(Step((0,) * len(new), new, 0), len(new) + 1, size, MAX_PAGES, 16)
-    virtual, apart = divided(given, FRESH), divided(given, FRESH._replace(keys=8 * 128))
-    assert apart.starts[2].equal(virtual.starts[2] // FRESH.queries * 8 * 128)
-    assert apart.starts[[0, 1, 3]].equal(virtual.starts[[0, 1, 3]])
-    assert apart.lengths.equal(virtual.lengths)
+    chunks, apart = divided(given, PURE_PREFILL), divided(given, PURE_PREFILL._replace(keys=8 * 128))
+    assert apart.starts[2].equal(chunks.starts[2] // PURE_PREFILL.queries * 8 * 128)
+    assert apart.starts[[0, 1, 3]].equal(chunks.starts[[0, 1, 3]])
+    assert apart.lengths.equal(chunks.lengths)
     wanted, row = set(), 0
     for count in (*new[:-1], new[-1] + size - sum(new)):
         wanted |= {(row + at, row, at + 1) for at in range(count)}
         row += count
     assert row == size
     found = []
-    for query, result, key, value, queries, keys in zip(
-        *virtual.starts.tolist(), *virtual.lengths.tolist(), strict=True
-    ):
+    for query, result, key, value, queries, keys in zip(*chunks.starts.tolist(), *chunks.lengths.tolist(), strict=True):
         assert 0 <= queries <= QUERIES
-        first, begin = query // FRESH.queries, key // FRESH.queries
-        assert (query, result) == (first * FRESH.queries, first * FRESH.result)
-        assert (key, value) == (begin * FRESH.queries, begin * 48 * 128)
+        first, begin = query // PURE_PREFILL.queries, key // PURE_PREFILL.queries
+        assert (query, result) == (first * PURE_PREFILL.queries, first * PURE_PREFILL.result)
+        assert (key, value) == (begin * PURE_PREFILL.queries, begin * 48 * 128)
         found += [(first + at, begin, keys - queries + at + 1) for at in range(queries)]
         assert begin + -(-keys // KEY_BLOCK) * KEY_BLOCK <= size
     assert len(found) == len(wanted)
     assert set(found) == wanted
-    assert int((virtual.lengths[0] > 0).sum()) <= MAX_QUERY_CHUNKS
+    assert int((chunks.lengths[0] > 0).sum()) <= MAX_QUERY_CHUNKS
     assert 0 <= size - sum(new) < KEY_BLOCK
 
 
-def test_a_fresh_step_without_prompts_has_no_virtual_sequences() -> None:
+def test_a_pure_prefill_step_without_prompts_has_no_query_chunks() -> None:
     given = tensors(Step((), (), 0), 3, MAX_TOKENS, MAX_PAGES, 16)
-    virtual = divided(given, FRESH)
-    assert not any(part.any() for part in virtual[:3])
+    chunks = divided(given, PURE_PREFILL)
+    assert not any(part.any() for part in chunks[:3])
 
 
 def test_there_is_room_for_the_longest_sequence_and_for_starts_that_a_number_holds() -> None:

@@ -24,7 +24,7 @@ from strata.comm.experts import rows
 from strata.comm.mesh import Axis
 from strata.comm.symmetric import InboxLayout, SymmetricMemory
 from strata.kernels.collective import all_reduce, quantized_shards
-from strata.kernels.collective.low_latency import LL_PROGRAMS
+from strata.kernels.collective.one_shot_flags import FLAG_PROGRAMS
 from strata.kernels.linear.small_m import SmallMProduct, multiply
 from strata.kernels.linear.small_m_tiles import SmallMTile
 from strata.kernels.triton_import import tl, triton
@@ -36,7 +36,7 @@ SHAPES = {
     "one_shot": [(3, 130), (40, 64)],
     "two_shot": [(3, 130), (70, 130)],
     "one_shot_norm": [(3, 132), (2, 132)],
-    "ll_norm": [(3, 132), (5, 132)],
+    "flag_norm": [(3, 132), (5, 132)],
     "gather_rows": [(3, 130), (40, 64)],
     "gather_columns": [(3, 130), (40, 64)],
     "gather_keys": [(33, 4), (300, 4)],
@@ -92,11 +92,11 @@ def run_sent(axis: Axis, rank: int, call: int) -> tuple[Tensor, ...]:
 
 def run_rank(folder: Path, rank: int, ranks: int, dtype: torch.dtype) -> None:
     all_reduce._acquired = _read
-    launches.PROGRAMS = launches.LL_PROGRAMS = 2  # so that a program takes several rows
+    launches.PROGRAMS = launches.FLAG_PROGRAMS = 2  # so that a program takes several rows
     words = InboxLayout.of(ranks).end
     boxes = [torch.from_file(str(folder / f"inbox-{peer}"), True, words, dtype=torch.int32) for peer in range(ranks)]
     peers = torch.tensor([box.data_ptr() for box in boxes])
-    memory = SymmetricMemory(boxes[rank], peers, torch.zeros(3, LL_PROGRAMS, dtype=torch.int32), None)
+    memory = SymmetricMemory(boxes[rank], peers, torch.zeros(3, FLAG_PROGRAMS, dtype=torch.int32), None)
     axis = Axis("tp", ranks, rank, tuple(range(ranks)), None, symmetric=memory)
     found = {}
     for call in range(CALLS):

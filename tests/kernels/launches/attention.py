@@ -140,17 +140,17 @@ def sparse_decodes() -> list[CompileCase]:
     return noted("of 8192 pages", lambda: decodes_file.attend(call))
 
 
-def division(sequences: int, fresh: bool) -> list[CompileCase]:
-    rows = Rows(6144, 4096, 6144, 6144, pure_prefill=True) if fresh else Rows(6144, 4096, 1024, 1024)
+def division(sequences: int, pure_prefill: bool) -> list[CompileCase]:
+    rows = Rows(6144, 4096, 6144, 6144, pure_prefill=True) if pure_prefill else Rows(6144, 4096, 1024, 1024)
     divide = query_chunks.bind("cuda")
     given = ints(sequences + 1), ints(sequences), ints(2), rows
-    return noted(f"of {sequences}" + ", fresh" * fresh, lambda: divide(*given))
+    return noted(f"of {sequences}" + ", pure prefill" * pure_prefill, lambda: divide(*given))
 
 
 def gathered(kv_heads: int, head_dim: int, page_size: int) -> list[CompileCase]:
     held = pages(BF16, head_dim, page_size, 4, kv_heads=kv_heads)
-    virtual = as_query_chunks(ints(8, 64), Rows(6144, 4096, 1024, 1024))
-    return noted(f"{kv_heads} x {head_dim}", lambda: gather_prompt_keys(held, 0, virtual, 4096))
+    chunks = as_query_chunks(ints(8, 64), Rows(6144, 4096, 1024, 1024))
+    return noted(f"{kv_heads} x {head_dim}", lambda: gather_prompt_keys(held, 0, chunks, 4096))
 
 
 def compile_cases() -> list[CompileCase]:

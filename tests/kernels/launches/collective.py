@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from strata.comm.all_reduce_cuda import (
+    flag_norm,
     gemm_all_reduce_norm,
-    ll_norm,
     one_shot,
     one_shot_gather,
     one_shot_norm,
@@ -26,7 +26,7 @@ from strata.kernels.collective.all_reduce import (
 )
 from strata.kernels.collective.gemm_all_reduce import one_shot_received_norm_kernel
 from strata.kernels.collective.joined_heads import pack_heads, unpack_heads
-from strata.kernels.collective.low_latency import ll_norm_kernel
+from strata.kernels.collective.one_shot_flags import flag_norm_kernel
 from strata.kernels.collective.quantized_shards import dequantize_shards, quantize_shards, sum_shards
 from tests.kernels.compiled_for import CompileCase
 
@@ -38,7 +38,7 @@ MUST = {
     one_shot_kernel: PACKETS,
     one_shot_norm_kernel: PACKETS,
     two_shot_kernel: FLAGS,
-    ll_norm_kernel: (*FLAGS, "st.global.v4.b32", "griddepcontrol.wait"),
+    flag_norm_kernel: (*FLAGS, "st.global.v4.b32", "griddepcontrol.wait"),
     gather_rows_kernel: PACKETS,
     one_shot_received_norm_kernel: (PACKETS[0], "griddepcontrol.launch_dependents", "griddepcontrol.wait"),
 }
@@ -65,7 +65,7 @@ def compile_cases() -> Iterator[CompileCase]:
             rows, weight = empty(64, words * numbers, dtype=dtype), empty(words * numbers, dtype=dtype)
             for spilled, run in (
                 (8 * ((dtype, words) == (FP32, 4096)), one_shot_norm),
-                (8 * ((dtype, words) == (FP16, 2048)), ll_norm),
+                (8 * ((dtype, words) == (FP16, 2048)), flag_norm),
             ):
                 if run is one_shot_norm or ranks < 8:
                     name = f"of rows of {words} words"

@@ -37,12 +37,12 @@ def sample(title: str = "8B, 32 requests of 1,024 + 400 tokens") -> Explanation:
         LostTime("other operations over their floor", "kernel", "memory", 0.06),
         LostTime("exposed messages", "system", "communication", 0.04),
         LostTime("host gaps", "system", "host", 0.21),
-        LostTime("padding of recorded sizes", "graph", "padding", 0.05),
+        LostTime("padding of captured sizes", "graph", "padding", 0.05),
     )
     waterfall = Waterfall(whole, whole - sum(part.seconds for part in parts) - 0.012, parts)
     remedies = (
         Remedy("schedule one step ahead", 0.10, "--async-scheduling"),
-        Remedy("record the step that is launched eagerly", 0.04),
+        Remedy("capture the step that is launched eagerly", 0.04),
     )
     evidence = (
         "the device waits 0.53 ms between two steps, 11 % of the time",

@@ -218,7 +218,7 @@ def test_recorded_steps_are_the_launched_ones(monkeypatch: pytest.MonkeyPatch, f
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
     called: list[int] = []
     steps = [step_of(family, torch.float32, clip=0.05, before_update=lambda: called.append(1)) for _ in range(2)]
-    steps[0]._records = True
+    steps[0]._captures = True
     work = [
         [pack_of(packs * index + one, lengths, 61, 0.6) for one in range(packs)]
         for index, lengths in enumerate(([8, 8], [8, 8], [8, 8], [8, 5, 3], *[[8, 8]] * 5, *[[4, 4]] * 9))
@@ -246,7 +246,7 @@ def test_a_step_that_may_be_recorded_is_launched_as_a_recording_computes(
     monkeypatch.setattr(captured, "CudaGraphs", Replayed)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
     through, resumed = (step_of("llama", torch.float32) for _ in range(2))
-    through._records = resumed._records = True
+    through._captures = resumed._captures = True
     for index in range(4):
         resumed._before = None
         work = [pack_of(packs * index + one, [8, 8], 61, 0.6) for one in range(packs)]

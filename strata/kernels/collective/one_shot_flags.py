@@ -23,14 +23,14 @@ from strata.kernels.collective.all_reduce import (
 from strata.kernels.triton_import import constant, jit, tl
 
 # How many programs may wait at once: two on each multiprocessor of a device, of whose threads they take a quarter.
-LL_PROGRAMS = 256
+FLAG_PROGRAMS = 256
 # Words of the largest message; a program has an equal part of the room.
-LL_WORDS = 1 << 20
-_PROGRAMS, _ROOM = map(constant, (LL_PROGRAMS, LL_WORDS // LL_PROGRAMS))
+FLAG_WORDS = 1 << 20
+_PROGRAMS, _ROOM = map(constant, (FLAG_PROGRAMS, FLAG_WORDS // FLAG_PROGRAMS))
 
 
 @partial(jit, unspecialized=("rank", "rows"))
-def ll_norm_kernel(
+def flag_norm_kernel(
     x,
     residual,
     weight,
@@ -88,4 +88,4 @@ def ll_norm_kernel(
 
 def fits_inbox(rows: int, words: int) -> bool:
     """Whether the rows of each program fit where the others write them. words: of 4 bytes in a row."""
-    return -(-rows // LL_PROGRAMS) * words <= LL_WORDS // LL_PROGRAMS
+    return -(-rows // FLAG_PROGRAMS) * words <= FLAG_WORDS // FLAG_PROGRAMS
