@@ -88,7 +88,7 @@ def test_copies_take_turns_and_the_logits_stay(size: int, redundant: int) -> Non
     (wanted,) = logits_of([graph], [config])
     parts = [shard_of(model, config, size, index, expert_parallel=True, redundant=redundant) for index in range(size)]
     placement = np.arange(6 + redundant) % 6
-    assert sum((part.config.experts.held for part, _ in parts), ()) == tuple(placement.tolist())
+    assert sum((part.config.experts.local for part, _ in parts), ()) == tuple(placement.tolist())
     turns = torch.zeros(2, 6, PERIOD, dtype=torch.int32)
     graphs = []
     for part, own in parts:
